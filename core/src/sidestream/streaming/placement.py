@@ -1,0 +1,110 @@
+"""What stays on the device for the whole time, and how a module says which device that is."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from sidestream.streaming.image import Held, parts, rebuild
+from sidestream.streaming.runtime import DeviceRuntime
+
+
+class Resident:
+    """A tensor that lives on the device while offloading is on: for each place the module holds a device copy.
+
+    On the device it comes from (`cpu` on the CPU) it is left alone and only counted.
+    """
+
+    def __init__(self, held: Held, reason: str) -> None:
+        self.held = held
+        self.reason = reason
+        self.nbytes = held.nbytes
+        self._counted = False
+        self._copy: torch.Tensor | None = None
+        self._version: int | None = None
+
+    @property
+    def current(self) -> torch.Tensor:
+        """The object that the module holds while this is placed."""
+        return self._copy if self._copy is not None else self.held.master
+
+    @property
+    def replaced(self) -> bool:
+        """Whether somebody put other tensors in all its places."""
+        return not any(place.holds(self.current) for place in self.held.places)
+
+    def forget(self, runtime: DeviceRuntime) -> None:
+        """Count it no more, without putting anything back."""
+        self._copy = None
+        if self._counted:
+            runtime.ledger.device(-self.nbytes)
+            self._counted = False
+
+    def place(self, runtime: DeviceRuntime) -> None:
+        """Put it on the device."""
+        master = self.held.master
+        runtime.ledger.device(self.nbytes)
+        self._counted = True
+        if master.device == runtime.device:
+            return
+        self._version = _version_of(master)
+        with torch.inference_mode(False), torch.no_grad():
+            self._copy = rebuild(master, iter([part.detach().to(runtime.device) for part in parts(master)]))
+        for place in self.held.places:
+            if place.holds(master):
+                place.put(self._copy)
+
+    def restore(self, runtime: DeviceRuntime) -> None:
+        """Have the module hold the host object again, with the device's values unless its own are newer."""
+        if self._copy is not None:
+            if _version_of(self.held.master) == self._version:
+                for part, copy in zip(parts(self.held.master), parts(self._copy), strict=True):
+                    runtime.read_back(part.data, copy.detach())
+            for place in self.held.places:
+                if place.holds(self._copy):
+                    place.put(self.held.master)
+        self.forget(runtime)
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def answer_device(module: nn.Module, device: torch.device) -> bool:
+    """Have `module.device` answer `device`, if its class has such a property and it says otherwise now.
+
+    Libraries answer with the first parameter's device, which is the host's while a component waits for its turn.
+    The instance gets a subclass that differs in nothing else and pickles as the original. Returns whether it did.
+    """
+    cls = type(module)
+    if not isinstance(getattr(cls, "device", None), property) or getattr(module, "device", None) == device:
+        return False
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        state = getattr(self, "__getstate__", lambda: self.__dict__)()
+        return _new, (cls,), state
+
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": reduce,
+        "device": property(lambda self: device),
+        "_sidestream_answers_for": cls,
+    }
+    module.__class__ = types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(names))
+    return True
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def answer_no_more(module: nn.Module) -> None:
+    """Undo :func:`answer_device`. Idempotent."""
+    original = vars(type(module)).get("_sidestream_answers_for")
+    if original is not None:
+        module.__class__ = original
