@@ -94,8 +94,12 @@ class Request:
     seed: int
     guidance: float
 
-    def draw(self, pipe: DigitsPipeline, read: Callable[[], int]) -> tuple[torch.Tensor, Timeline]:
-        """Return the decoder's floats (1, 3, 32, 32) on the host, and what the device held meanwhile."""
+    def draw(self, pipe: DigitsPipeline, title: str, read: Callable[[], int]) -> tuple[torch.Tensor, Timeline]:
+        """Return the decoder's floats (1, 3, 32, 32) on the host, and what the device held meanwhile.
+
+        `title` stands before the progress bar, `read` returns the bytes of weights on the device.
+        """
+        pipe.set_progress_bar_config(desc=f"{title:<24}")
         with Sampler(read) as sampler:
             pictures = pipe(
                 self.prompt,
@@ -139,34 +143,35 @@ def run(pipe: DigitsPipeline, request: Request, strategy: str, device: torch.dev
     sidestream.enable_offload(pipe, strategy, device=device).disable()
     total = weight_bytes(pipe)
 
-    pipe.set_progress_bar_config(desc="without offload ")
+    # Each way is warmed up by one call, so that what is timed and plotted is the second.
     pipe.to(device)
-    request.draw(pipe, lambda: total)  # warm-up: both measured calls are second calls
-    plain, before = request.draw(pipe, lambda: total)
+    request.draw(pipe, "without offload, warm-up", lambda: total)
+    plain, before = request.draw(pipe, "without offload", lambda: total)
     pipe.to("cpu")
 
-    pipe.set_progress_bar_config(desc=f"{strategy[-15:]:<16}")
     with sidestream.offload(pipe, strategy, device=device) as backend:
 
         def held() -> int:
             return int(backend.report().device_bytes)
 
-        first, _ = request.draw(pipe, held)
-        second, after = request.draw(pipe, held)
+        first, _ = request.draw(pipe, "with offload, warm-up", held)
+        second, after = request.draw(pipe, "with offload", held)
         report = backend.report()
 
     same = torch.equal(plain, first) and torch.equal(plain, second)
     save_picture(second, out / "picture.png")
     save_plot(before, after, total, report.strategy, out / "device_memory.png")
 
-    print(f"\n{report}")
-    print(f"\npeak on {report.device}: {total:,} bytes without offload, {report.peak_device_bytes:,} with")
-    print(f"host: {report.host_bytes:,} bytes of weights, {report.pinned_bytes:,} of them pinned")
+    print(f"\nafter two pictures: {report}\n")
+    print(f"peak on {report.device}: {total:,} bytes without offload, {report.peak_device_bytes:,} with")
+    print(f"host: {report.host_bytes:,} bytes of weights, {report.pinned_bytes:,} bytes pinned")
+    if device.type == "cpu":
+        print("(on the CPU the device's bytes are host memory too: this shows what moves and saves nothing)")
     print(f"one picture: {before.seconds:.2f} s without offload, {after.seconds:.2f} s with")
     print(f"pictures: {'bit-identical' if same else 'NOT bit-identical'}")
     if not same:
         worst = max((plain - other).abs().max().item() for other in (first, second))
-        print(f"the largest difference of a value is {worst:g}")
+        print(f"largest difference of a value: {worst:g}")
     print(f"saved {out / 'picture.png'} and {out / 'device_memory.png'}")
     return same
 
@@ -230,7 +235,7 @@ def main() -> int:
         pipe = DigitsPipeline.from_folder(HERE / "weights")
         return 0 if run(pipe, request, options.strategy, device, options.out) else 1
     except (sidestream.OffloadError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"demo.py: error: {error}", file=sys.stderr)
         return 2
 
 

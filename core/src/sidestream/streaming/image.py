@@ -79,13 +79,28 @@ def collect(root: nn.Module, prefix: str = "") -> list[Held]:
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements, whatever its class or device."""
     if _has_parts(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+        return sum(tensor_bytes(part) for part in parts(tensor))
     return tensor.numel() * tensor.element_size()
 
 
 def _has_parts(tensor: torch.Tensor) -> bool:
-    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    return callable(flatten) and hasattr(type(tensor), "__tensor_unflatten__") and not is_sharded(tensor)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor: this rank's share of one that lies on a mesh of devices."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's class computes in a way of its own and gives no access to what it holds."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    return not _has_parts(tensor) and dispatch not in (
+        None,
+        torch.Tensor.__torch_dispatch__,
+        torch._C._disabled_torch_dispatch_impl,
+    )
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -93,14 +108,18 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not _has_parts(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in parts(getattr(tensor, name))]
+    held = [getattr(tensor, name) for name in names]
+    return [part for value in held if isinstance(value, torch.Tensor) for part in parts(value)]
 
 
 def rebuild(tensor: torch.Tensor, new_parts: Iterator[torch.Tensor]) -> torch.Tensor:
     """Return an object like `tensor`, of its class and with its attributes, over other parts."""
     if _has_parts(tensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: rebuild(getattr(tensor, name), new_parts) for name in names}
+        held = {name: getattr(tensor, name) for name in names}
+        inner = {
+            name: rebuild(value, new_parts) if isinstance(value, torch.Tensor) else value for name, value in held.items()
+        }
         built: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, tensor.size(), tensor.stride()
         )
@@ -117,12 +136,10 @@ def why_not_packed(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot travel in an image, or None if it can."""
     if nn.parameter.is_lazy(tensor):
         return "it is not initialised: run the lazy module once first"
-    if hasattr(tensor, "device_mesh"):
+    if is_sharded(tensor):
         return "it is a DTensor, sharded already"
-    if not _has_parts(tensor):
-        dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-        if dispatch not in (None, torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl):
-            return f"its class {type(tensor).__name__} wraps other tensors and has no __tensor_flatten__"
+    if is_opaque(tensor):
+        return f"its class {type(tensor).__name__} wraps other tensors and has no __tensor_flatten__"
     for part in parts(tensor):
         if part.device.type != "cpu":
             return f"it is on {part.device}, not in host memory"

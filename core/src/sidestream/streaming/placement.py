@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sidestream.streaming.image import Held, parts, rebuild
+from sidestream.streaming.image import Held, is_opaque, parts, rebuild
 from sidestream.streaming.runtime import DeviceRuntime
 
 
@@ -52,7 +52,11 @@ class Resident:
             return
         self._version = _version_of(master)
         with torch.inference_mode(False), torch.no_grad():
-            self._copy = rebuild(master, iter([part.detach().to(runtime.device) for part in parts(master)]))
+            if is_opaque(master):
+                moved = master.detach().to(runtime.device)
+                self._copy = nn.Parameter(moved, False) if isinstance(master, nn.Parameter) else moved
+            else:
+                self._copy = rebuild(master, iter([part.detach().to(runtime.device) for part in parts(master)]))
         for place in self.held.places:
             if place.holds(master):
                 place.put(self._copy)
@@ -60,7 +64,8 @@ class Resident:
     def restore(self, runtime: DeviceRuntime) -> None:
         """Have the module hold the host object again, with the device's values unless its own are newer."""
         if self._copy is not None:
-            if _version_of(self.held.master) == self._version:
+            # What a class of its own holds cannot be written part by part; such a weight is only read here.
+            if _version_of(self.held.master) == self._version and not is_opaque(self.held.master):
                 for part, copy in zip(parts(self.held.master), parts(self._copy), strict=True):
                     runtime.read_back(part.data, copy.detach())
             for place in self.held.places:

@@ -27,7 +27,7 @@ from sidestream import (
 )
 from sidestream.discovery import Component, discover, loose_modules
 from sidestream.streaming.entry import Entrance, Gate, execution_is_differentiable, gates_within
-from sidestream.streaming.image import Held, Image, Structure, collect, split_packable
+from sidestream.streaming.image import Held, Image, Structure, collect, is_sharded, split_packable
 from sidestream.streaming.placement import Resident, answer_device, answer_no_more
 from sidestream.streaming.runtime import DeviceRuntime, open_runtime, resolve_device
 from sidestream_model_cpu.options import ModelLevelOptions, PinFailure
@@ -196,6 +196,11 @@ class ModelLevelBackend(OffloadBackend):
     def _check_tensors(self, component: Component) -> tuple[list[Held], list[tuple[Held, str]]]:
         packable, rest = split_packable(collect(component.module, component.name))
         for held, reason in rest:
+            if is_sharded(held.master):
+                raise UnsupportedModelError(
+                    f"{held.name} is a DTensor: model_level moves whole weights and cannot move one rank's share. "
+                    "Leave the component out, or offload before sharding"
+                )
             if self.config.components is not None and not _may_stay(held, self.device):
                 raise UnsupportedModelError(
                     f"component {component.name!r} is selected, but {held.name} cannot be offloaded: {reason}. "
