@@ -33,6 +33,8 @@ HERE = Path(__file__).resolve().parent
 ENLARGE = 12
 """Each pixel of the picture becomes a square of this many."""
 SAMPLE_SECONDS = 0.002
+SHADES = ("#dbeafe", "#f3f4f6", "#fef3c7")
+"""A background for each of the pipeline's phases."""
 
 
 @dataclass
@@ -94,25 +96,25 @@ class Request:
     seed: int
     guidance: float
 
-    def draw(self, pipe: DigitsPipeline, title: str, read: Callable[[], int]) -> tuple[torch.Tensor, Timeline]:
-        """Return the decoder's floats (1, 3, 32, 32) on the host, and what the device held meanwhile.
+    def draw(self, pipe: DigitsPipeline, title: str, sampler: Sampler | None = None) -> tuple[torch.Tensor, float]:
+        """Return the decoder's floats (1, 3, 32, 32) on the host, and the seconds that it took.
 
-        `title` stands before the progress bar, `read` returns the bytes of weights on the device.
+        `title` stands before the progress bar; a `sampler` learns when each component sets to work.
         """
-        pipe.set_progress_bar_config(desc=f"{title:<24}")
-        with Sampler(read) as sampler:
-            pictures = pipe(
-                self.prompt,
-                num_inference_steps=self.steps,
-                guidance_scale=self.guidance,
-                generator=torch.Generator().manual_seed(self.seed),
-                output_type="raw",
-                return_dict=False,
-                on_phase=sampler.phase,
-                callback_on_step_end=lambda *_: sampler.note(),
-            )[0]
-            host = pictures.cpu()  # waits for the device, so that the call's time is its whole time
-        return host, sampler.timeline
+        pipe.set_progress_bar_config(desc=f"{title:<22}")
+        began = time.perf_counter()
+        pictures = pipe(
+            self.prompt,
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance,
+            generator=torch.Generator().manual_seed(self.seed),
+            output_type="raw",
+            return_dict=False,
+            on_phase=sampler and sampler.phase,
+            callback_on_step_end=sampler and (lambda *_: sampler.note()),
+        )[0]
+        host = pictures.cpu()  # waits for the device, so that the time is the whole time
+        return host, time.perf_counter() - began
 
 
 def weight_bytes(pipe: DigitsPipeline) -> int:
@@ -140,34 +142,36 @@ def pick_device(name: str | None) -> torch.device:
 def run(pipe: DigitsPipeline, request: Request, strategy: str, device: torch.device, out: Path) -> bool:
     """Draw without offload and with it, report, save; return whether the pictures have the same bits."""
     # A wrong strategy or configuration comes out here, before anything is drawn.
-    sidestream.enable_offload(pipe, strategy, device=device).disable()
+    checked = sidestream.enable_offload(pipe, strategy, device=device)
+    checked.disable()
     total = weight_bytes(pipe)
 
-    # Each way is warmed up by one call, so that what is timed and plotted is the second.
+    # The first call of each way warms up and, with offload, is plotted; only the second is timed.
     pipe.to(device)
-    request.draw(pipe, "without offload, warm-up", lambda: total)
-    plain, before = request.draw(pipe, "without offload", lambda: total)
-    pipe.to("cpu")
+    request.draw(pipe, "without offload")
+    plain, plain_seconds = request.draw(pipe, "without offload, again")
+    moves = checked.config.strategy != "none"
+    if moves:
+        pipe.to("cpu")
 
     with sidestream.offload(pipe, strategy, device=device) as backend:
-
-        def held() -> int:
-            return int(backend.report().device_bytes)
-
-        first, _ = request.draw(pipe, "with offload, warm-up", held)
-        second, after = request.draw(pipe, "with offload", held)
+        sampler = Sampler(lambda: backend.report().device_bytes if moves else total)
+        with sampler:
+            first, _ = request.draw(pipe, "with offload", sampler)
+        second, seconds = request.draw(pipe, "with offload, again")
         report = backend.report()
+    peak = report.peak_device_bytes if moves else total
 
     same = torch.equal(plain, first) and torch.equal(plain, second)
     save_picture(second, out / "picture.png")
-    save_plot(before, after, total, report.strategy, out / "device_memory.png")
+    save_plot(sampler.timeline, total, report.strategy, out / "device_memory.png")
 
     print(f"\nafter two pictures: {report}\n")
-    print(f"peak on {report.device}: {total:,} bytes without offload, {report.peak_device_bytes:,} with")
+    print(f"peak on {report.device}: {total:,} bytes without offload, {peak:,} with")
     print(f"host: {report.host_bytes:,} bytes of weights, {report.pinned_bytes:,} bytes pinned")
     if device.type == "cpu":
         print("(on the CPU the device's bytes are host memory too: this shows what moves and saves nothing)")
-    print(f"one picture: {before.seconds:.2f} s without offload, {after.seconds:.2f} s with")
+    print(f"one picture: {plain_seconds:.2f} s without offload, {seconds:.2f} s with")
     print(f"pictures: {'bit-identical' if same else 'NOT bit-identical'}")
     if not same:
         worst = max((plain - other).abs().max().item() for other in (first, second))
@@ -184,21 +188,20 @@ def save_picture(picture: torch.Tensor, path: Path) -> None:
     image.resize(size, Image.Resampling.NEAREST).save(path)
 
 
-def save_plot(before: Timeline, after: Timeline, total: int, strategy: str, path: Path) -> None:
-    """Plot the bytes of weights on the device over the seconds of a call, without offload and with it."""
+def save_plot(timeline: Timeline, total: int, strategy: str, path: Path) -> None:
+    """Plot the bytes of weights on the device over the seconds of a call, beside `total`, all of them."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ends = [began for began, _ in after.phases[1:]] + [after.seconds]
-    for (began, name), end, shade in zip(after.phases, ends, ("#dbeafe", "#f3f4f6", "#fef3c7"), strict=True):
+    ends = [*(began for began, _ in timeline.phases[1:]), timeline.seconds]
+    for (began, name), end, shade in zip(timeline.phases, ends, SHADES, strict=True):
         axes.axvspan(began, end, color=shade, label=f"{name} at work")
-    label = "without offload: all resident"
-    axes.plot([0, before.seconds], [total, total], color="#6b7280", linestyle="--", label=label)
-    times, sizes = zip(*after.samples, strict=True)
+    axes.axhline(total, color="#6b7280", linestyle="--", label="without offload: all resident")
+    times, sizes = zip(*timeline.samples, strict=True)
     axes.step(times, sizes, where="post", color="#b91c1c", label=f"with {strategy}")
-    axes.set_xlim(0, max(before.seconds, after.seconds))
+    axes.set_xlim(0, timeline.seconds)
     axes.set_ylim(0, max(total, *sizes) * 1.1)
-    axes.set_xlabel("seconds since the call began")
+    axes.set_xlabel("seconds since the first call began")
     axes.set_ylabel("weights on the device, bytes")
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

@@ -71,7 +71,10 @@ def addresses(tensor: Any) -> set[int]:
 @pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
 def test_both_inner_tensors_of_a_wrapper_subclass_move_and_come_back(start: Any, pin: bool) -> None:
     """huggingface/diffusers#13276, #13751, accelerate#3332: only the outer shell moved."""
-    model, reference = nn.Sequential(scaled_linear(), scaled_linear(1)), nn.Sequential(scaled_linear(), scaled_linear(1))
+    model, reference = (
+        nn.Sequential(scaled_linear(), scaled_linear(1)),
+        nn.Sequential(scaled_linear(), scaled_linear(1)),
+    )
     x = torch.randn(2, 8)
     expected = reference(x)
     weight, home = model[0].weight, addresses(model[0].weight)

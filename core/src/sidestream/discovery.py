@@ -250,18 +250,23 @@ def _follow(root: Any, path: str) -> Any:
     return root
 
 
-def _children(pipeline: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules one level down, and those of pipelines nested in it, with dotted names."""
+def _children(pipeline: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules one level down, then those of pipelines and containers nested in it, with dotted names.
+
+    `seen` are those on the way down: a pipeline may point back at what holds it.
+    """
+    nested = []
+    seen = seen | {id(pipeline)}
     for name, value in _members(pipeline):
         path = f"{prefix}{name}"
-        if isinstance(value, nn.Module):
-            if _is_pipeline_module(value):
-                yield from _children(value, f"{path}.", depth + 1)
-            else:
-                yield path, value
-        # Four levels at most: a pipeline may point back at what holds it.
-        elif depth < 4 and (isinstance(value, (Mapping, list, tuple)) or _is_plain_pipeline(value)):
-            yield from _children(value, f"{path}.", depth + 1)
+        if isinstance(value, nn.Module) and not _is_pipeline_module(value):
+            yield path, value
+        elif id(value) not in seen and (
+            isinstance(value, (nn.Module, Mapping, list, tuple)) or _is_plain_pipeline(value)
+        ):
+            nested.append((path, value))
+    for path, value in nested:
+        yield from _children(value, f"{path}.", seen)
 
 
 def _members(pipeline: Any) -> Iterator[tuple[str, Any]]:

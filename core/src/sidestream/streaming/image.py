@@ -118,7 +118,8 @@ def rebuild(tensor: torch.Tensor, new_parts: Iterator[torch.Tensor]) -> torch.Te
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         held = {name: getattr(tensor, name) for name in names}
         inner = {
-            name: rebuild(value, new_parts) if isinstance(value, torch.Tensor) else value for name, value in held.items()
+            name: rebuild(value, new_parts) if isinstance(value, torch.Tensor) else value
+            for name, value in held.items()
         }
         built: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, tensor.size(), tensor.stride()
