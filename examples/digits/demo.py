@@ -110,8 +110,8 @@ class Request:
             generator=torch.Generator().manual_seed(self.seed),
             output_type="raw",
             return_dict=False,
-            on_phase=sampler and sampler.phase,
-            callback_on_step_end=sampler and (lambda *_: sampler.note()),
+            on_phase=sampler.phase if sampler else None,
+            callback_on_step_end=(lambda *_: sampler.note()) if sampler else None,
         )[0]
         host = pictures.cpu()  # waits for the device, so that the time is the whole time
         return host, time.perf_counter() - began
@@ -132,7 +132,7 @@ def pick_device(name: str | None) -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device).item()  # a device that computes: "meta" does not
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"cannot use the device {name!r}: {reason}") from error

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from sidestream import BackendStateError, OffloadPlan, UnsupportedModelError
+from sidestream.streaming import entry
 from sidestream.testing import toys
+from sidestream.testing.portrait import portrait
 
 ALL = {"dit", "text_encoder", "vae"}
 
@@ -289,3 +291,48 @@ def test_compiled_models_give_the_same_bits_without_a_graph_for_every_call(start
     assert len(graphs) == first, "a graph for each call"
     assert backend.report().fetches == 5
     torch._dynamo.reset()
+
+
+def test_enabling_waits_for_a_forward_that_another_thread_is_inside(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving a weight under a running kernel would give it freed memory; who never comes out is named."""
+    pipe = toys.pipeline()
+    inside, leave, enabled = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(*args: Any) -> None:
+        inside.set()
+        assert leave.wait(30)
+
+    hook = pipe.transformer.blocks[1].register_forward_hook(hold)
+    x = torch.randn(2, 16)
+    thread = threading.Thread(target=lambda: pipe.transformer(x, x))
+    thread.start()
+    assert inside.wait(30)
+
+    def enable() -> None:
+        start(pipe, components=ALL)
+        enabled.set()
+
+    second = threading.Thread(target=enable)
+    second.start()
+    assert not enabled.wait(0.2)
+    leave.set()
+    assert enabled.wait(30)
+    for waited in (thread, second):
+        waited.join(30)
+    hook.remove()
+
+    other = toys.pipeline()
+    leave.clear()
+    inside.clear()
+    before = portrait(other)
+    other.transformer.blocks[1].register_forward_hook(hold)
+    third = threading.Thread(target=lambda: other.transformer(x, x))
+    third.start()
+    assert inside.wait(30)
+    monkeypatch.setattr(entry.wait_until_idle, "__kwdefaults__", {"timeout": 0.1})
+    with pytest.raises(BackendStateError, match="another thread has been inside component 'transformer'"):
+        start(other)
+    leave.set()
+    third.join(30)
+    other.transformer.blocks[1]._forward_hooks.clear()
+    assert before == portrait(other)

@@ -14,7 +14,7 @@ from sidestream.testing.runtimes import WatchfulRuntime
 ALL = {"dit", "text_encoder", "vae"}
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("runtime", [{}, {"lazy": True}, {"separate": True}], ids=["eager", "lazy", "separate"])
 @pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("components", [None, ALL], ids=["default", "all"])
 @pytest.mark.parametrize(
@@ -23,18 +23,18 @@ ALL = {"dit", "text_encoder", "vae"}
     ids=["turns", "room", "tight", "release"],
 )
 def test_a_pipeline_with_two_dits_gives_the_same_bits_for_several_requests(
-    start: Any, options: dict[str, Any], components: set[str] | None, pin: bool, lazy: bool
+    start: Any, options: dict[str, Any], components: set[str] | None, pin: bool, runtime: dict[str, Any]
 ) -> None:
     """Freed device memory is poisoned, and lazily run copies show a missing wait."""
     reference = toys.pipeline(second=True)
     pipe = toys.pipeline(second=True)
-    backend, runtime = start(pipe, components=components, pin=pin, runtime={"lazy": lazy}, **options)
+    backend, watched = start(pipe, components=components, pin=pin, runtime=runtime, **options)
     for seed in range(4):
         assert torch.equal(reference(toys.prompt(), seed=seed), pipe(toys.prompt(), seed=seed))
     assert backend.report().fetches >= 3
-    assert runtime.copied >= backend.report().moved_bytes > 0
+    assert watched.copied >= backend.report().moved_bytes > 0
     if options.get("device_budget_gib") != 1.0:
-        assert runtime.poisoned >= 4, "nothing was ever evicted"
+        assert watched.poisoned >= 4, "nothing was ever evicted"
 
 
 def test_a_prefetched_component_is_ready_when_its_turn_comes(start: Any) -> None:

@@ -115,14 +115,16 @@ EDITS: list[Callable[[toys.Pipeline], None]] = [
 
 
 @pytest.mark.parametrize("options", [{}, {"device_budget_gib": 1.0}], ids=["turns", "all stay"])
-@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize(
+    ("pin", "separate"), [(True, False), (False, False), (True, True)], ids=["pinned", "pageable", "separate"]
+)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_between_calls_takes_effect_at_the_next_call_and_lasts(
-    start: Any, edit: Callable[[toys.Pipeline], None], pin: bool, options: dict[str, Any]
+    start: Any, edit: Callable[[toys.Pipeline], None], pin: bool, separate: bool, options: dict[str, Any]
 ) -> None:
     """sgl-project/sglang#16737, huggingface/peft#1190: a merge had no effect, or vanished. `.data` moves no version."""
     pipe, reference = toys.pipeline(), toys.pipeline()
-    backend, runtime = start(pipe, components=ALL, pin=pin, **options)
+    backend, runtime = start(pipe, components=ALL, pin=pin, runtime={"separate": separate}, **options)
     for model in (pipe, reference):
         model(toys.prompt())
         if edit is _cast:

@@ -17,12 +17,17 @@ ALL = {"dit", "text_encoder", "vae"}
 
 
 @pytest.mark.parametrize("ran", [False, True], ids=["unused", "used"])
-@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
-def test_objects_layouts_ties_hooks_attributes_and_classes_are_as_before(start: Any, pin: bool, ran: bool) -> None:
+@pytest.mark.parametrize("components", [None, ALL], ids=["default", "all"])
+@pytest.mark.parametrize(
+    ("pin", "separate"), [(True, False), (False, False), (True, True)], ids=["pinned", "pageable", "separate"]
+)
+def test_objects_layouts_ties_hooks_attributes_and_classes_are_as_before(
+    start: Any, components: set[str] | None, pin: bool, separate: bool, ran: bool
+) -> None:
     """vllm-project/vllm-omni#5988, sgl-project/sglang#22594: transposed and channels-last layouts got lost."""
     pipe = toys.pipeline(second=True)
     before, values = portrait(pipe), {k: v.clone() for k, v in pipe.state_dict().items()}
-    backend, runtime = start(pipe, components=ALL, pin=pin)
+    backend, runtime = start(pipe, components=components, pin=pin, runtime={"separate": separate})
     if ran:
         reference = toys.pipeline(second=True)
         for seed in range(2):

@@ -24,12 +24,18 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+from sidestream.errors import BackendStateError
+
+#: Seconds for which enabling waits for another thread's forward to return.
+IDLE_TIMEOUT = 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -277,6 +283,42 @@ class _Inert:
 
     def __call__(self, *args: Any) -> None:
         return None
+
+
+def wait_until_idle(gates: Iterable[Gate], *, timeout: float = IDLE_TIMEOUT) -> None:
+    """Wait until no other thread computes in the gates' modules; for at most `timeout` seconds.
+
+    The caller holds the gates' lock and has attached their entrances, so that nobody new gets in: whoever is inside
+    came before. Raises `BackendStateError` if somebody stays.
+    """
+    gates = list(gates)
+    inside = {id(module): gate for gate in gates for module in gate.module.modules()}
+    deadline = time.monotonic() + timeout
+    while (gate := _busy(inside)) is not None:
+        if time.monotonic() > deadline:
+            raise BackendStateError(
+                f"another thread has been inside component {gate.name!r} for {timeout:.0f} s: "
+                "enable offloading when its forward has returned"
+            )
+        time.sleep(0.001)
+
+
+def _busy(inside: dict[int, Gate]) -> Gate | None:
+    own = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame: types.FrameType | None = top if thread != own else None
+        while frame is not None:
+            if frame.f_code is _WAITING:
+                break  # at the door, not inside
+            if frame.f_code.co_varnames[:1] == ("self",):
+                gate = inside.get(id(frame.f_locals.get("self")))
+                if gate is not None:
+                    return gate
+            frame = frame.f_back
+    return None
+
+
+_WAITING = Entrance._enter.__code__
 
 
 def gate_of(module: nn.Module) -> Gate | None:

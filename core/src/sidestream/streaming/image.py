@@ -26,7 +26,7 @@ from sidestream.streaming.pool import align
 from sidestream.streaming.runtime import DeviceRuntime
 
 #: Elements compared in each tensor to see an edit that leaves no other trace.
-SAMPLES = 32
+SAMPLES = 16
 
 _version, _dtype, _shape = attrgetter("_version"), attrgetter("dtype"), attrgetter("shape")
 

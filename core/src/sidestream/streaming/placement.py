@@ -15,7 +15,7 @@ from sidestream.streaming.runtime import DeviceRuntime
 class Resident:
     """A tensor that lives on the device while offloading is on: for each place the module holds a device copy.
 
-    On the device it comes from (`cpu` on the CPU) it is left alone and only counted.
+    Where the device's memory is the host's, or if it is there already, it is left alone and only counted.
     """
 
     def __init__(self, held: Held, reason: str) -> None:
@@ -48,15 +48,15 @@ class Resident:
         master = self.held.master
         runtime.ledger.device(self.nbytes)
         self._counted = True
-        if master.device == runtime.device:
+        if not runtime.separate or (master.device == runtime.device and master.device.type != "cpu"):
             return
         self._version = _version_of(master)
         with torch.inference_mode(False), torch.no_grad():
             if is_opaque(master):
-                moved = master.detach().to(runtime.device)
+                moved = master.detach().to(runtime.device, copy=True)
                 self._copy = nn.Parameter(moved, False) if isinstance(master, nn.Parameter) else moved
             else:
-                self._copy = rebuild(master, iter([part.detach().to(runtime.device) for part in parts(master)]))
+                self._copy = rebuild(master, iter([_copied(part, runtime.device) for part in parts(master)]))
         for place in self.held.places:
             if place.holds(master):
                 place.put(self._copy)
@@ -67,11 +67,18 @@ class Resident:
             # What a class of its own holds cannot be written part by part; such a weight is only read here.
             if _version_of(self.held.master) == self._version and not is_opaque(self.held.master):
                 for part, copy in zip(parts(self.held.master), parts(self._copy), strict=True):
-                    runtime.read_back(part.data, copy.detach())
+                    if (copy.dtype, copy.shape) == (part.dtype, part.shape):
+                        runtime.read_back(part.data, copy.detach())
+                    else:  # cast, or given other data meanwhile
+                        part.data = _copied(copy, part.device)
             for place in self.held.places:
                 if place.holds(self._copy):
                     place.put(self.held.master)
         self.forget(runtime)
+
+
+def _copied(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return part.detach().to(device, copy=True)
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:

@@ -88,6 +88,11 @@ class DeviceRuntime(ABC):
         self.ledger = MemoryLedger()
 
     @property
+    def separate(self) -> bool:
+        """Whether the device's memory is other than the host's, so that what stays there has to be put there."""
+        return self.device.type != "cpu"
+
+    @property
     @abstractmethod
     def can_pin(self) -> bool:
         """Whether host memory can be page-locked for this device."""

@@ -16,7 +16,8 @@ class WatchfulRuntime(CpuRuntime):
     With `lazy` a copy runs only when somebody waits for it, so a missing wait shows poison. `pin_limit` is the
     largest single request (bytes) that pinning grants, `pin_total` the sum; None: no limit, 0: pinning fails.
     `capacity` limits device bytes: more is torch's `OutOfMemoryError`. `copied` counts bytes host to device,
-    `read_back_bytes` device to host, `pins` the calls to pin.
+    `read_back_bytes` device to host, `pins` the calls to pin. With `separate` what stays on the device is copied there,
+    as on an accelerator; otherwise it is left where it is, as on the CPU.
     """
 
     inline_below = 0
@@ -29,16 +30,22 @@ class WatchfulRuntime(CpuRuntime):
         pin_limit: int | None = None,
         pin_total: int | None = None,
         capacity: int | None = None,
+        separate: bool = False,
     ) -> None:
         super().__init__(device)
         self.lazy = lazy
         self.pin_limit = pin_limit
         self.pin_total = pin_total
         self.capacity = capacity
+        self._separate = separate
         self.copied = 0
         self.read_back_bytes = 0
         self.pins = 0
         self.poisoned = 0
+
+    @property
+    def separate(self) -> bool:
+        return self._separate
 
     @property
     def can_pin(self) -> bool:

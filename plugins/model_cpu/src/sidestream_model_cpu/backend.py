@@ -26,7 +26,7 @@ from sidestream import (
     run_cleanup_steps,
 )
 from sidestream.discovery import Component, discover, loose_modules
-from sidestream.streaming.entry import Entrance, Gate, execution_is_differentiable, gates_within
+from sidestream.streaming.entry import Entrance, Gate, execution_is_differentiable, gates_within, wait_until_idle
 from sidestream.streaming.image import Held, Image, Structure, collect, is_sharded, split_packable
 from sidestream.streaming.placement import Resident, answer_device, answer_no_more
 from sidestream.streaming.runtime import DeviceRuntime, open_runtime, resolve_device
@@ -118,8 +118,7 @@ class ModelLevelBackend(OffloadBackend):
             self._keep(component.name, component.module, "")
             size = sum(resident.nbytes for resident in self._residents) - before
             self._resident_components.append((component, size))
-        for component in own:
-            self._adopt(component)
+        self._adopt(own)
         for component, gate in guests:
             owner = gate.owner
             if isinstance(owner, ModelLevelBackend):
@@ -233,27 +232,31 @@ class ModelLevelBackend(OffloadBackend):
                 f"set it to at least {needed:.6f}, or offload more components"
             )
 
-    def _adopt(self, component: Component) -> None:
-        """Take one component over: masters to pinned memory, its ways in guarded."""
+    def _adopt(self, components: list[Component]) -> None:
+        """Take components over: close their doors, wait for who is inside, move the masters to pinned memory."""
         runtime, _ = self._parts()
-        unit = Unit(component.name, component.kind, component.module)
-        unit.gate = Gate(
-            component.module,
-            name=component.name,
-            owner=self,
-            methods=component.entry_methods,
-            opened=functools.partial(self._opened, unit),
-            closed=functools.partial(self._closed, unit),
-            lock=self._lock,
-        )
-        unit.image = Image([])
-        self._units[component.name] = unit
-        self._schedule.kinds[component.name] = component.kind
-        self._lay_out(unit, settle=True)
-        if runtime.device.type != "cpu":
-            answer_device(component.module, runtime.device)
-        unit.gate.attach()
-        unit.structure = Structure(component.module)
+        units = [Unit(component.name, component.kind, component.module) for component in components]
+        for component, unit in zip(components, units, strict=True):
+            unit.gate = Gate(
+                component.module,
+                name=component.name,
+                owner=self,
+                methods=component.entry_methods,
+                opened=functools.partial(self._opened, unit),
+                closed=functools.partial(self._closed, unit),
+                lock=self._lock,
+            )
+            unit.image = Image([])
+            self._units[unit.name] = unit
+            self._schedule.kinds[unit.name] = unit.kind
+            unit.gate.attach(watch=False)
+        wait_until_idle(unit.gate for unit in units)
+        for unit in units:
+            self._lay_out(unit, settle=True)
+            if runtime.separate:
+                answer_device(unit.module, runtime.device)
+            unit.gate.watch()
+            unit.structure = Structure(unit.module)
 
     def _lay_out(self, unit: Unit, *, settle: bool = False) -> None:
         """Find the unit's tensors, as they are now, and lay out its image; what cannot travel is placed."""
@@ -267,7 +270,7 @@ class ModelLevelBackend(OffloadBackend):
         if meta is not None:
             raise UnsupportedModelError(f"{meta.name} has no values (it is on meta): load it before the next call")
         packable, rest = split_packable(tensors)
-        if not unit.residents and runtime.device.type != "cpu":
+        if not unit.residents and runtime.separate:
             packable, anchor = _take_anchor(packable)
             rest += anchor
         for held, reason in rest:
@@ -412,7 +415,10 @@ class ModelLevelBackend(OffloadBackend):
         self._end(keep_memory=True)
 
     def _end(self, *, keep_memory: bool) -> None:
-        """Undo `_enable`, in reverse. What is undone is forgotten, so that a second call does what is left."""
+        """Undo `_enable`, in reverse. What is undone is forgotten, so that a second call does what is left.
+
+        The doors open last: a forward that began while weights still move would compute with freed memory.
+        """
         self._ending = self._ending or self._report()
         steps: list[tuple[str, Callable[[], object]]] = []
         if self._delegate is not None:
@@ -421,14 +427,13 @@ class ModelLevelBackend(OffloadBackend):
             ("take the request's end away", self._unwatch_requests),
             ("withdraw from shared components", self._withdraw),
         ]
-        steps += [
-            (f"give back component {unit.name}", functools.partial(self._give_back, unit))
-            for unit in reversed(list(self._units.values()))
-        ]
+        units = list(reversed(self._units.values()))
+        steps += [(f"bring component {unit.name} home", functools.partial(self._bring_home, unit)) for unit in units]
         steps += [
             ("take resident weights off the device", self._take_off),
             ("give pinned memory back", functools.partial(self._free_host, keep_memory)),
         ]
+        steps += [(f"open component {unit.name} to everybody", unit.gate.detach) for unit in units]
         failure = run_cleanup_steps(steps)
         if failure is not None:
             raise failure
@@ -457,16 +462,15 @@ class ModelLevelBackend(OffloadBackend):
             owner._heirs = [heir for heir in owner._heirs if heir != (component, self)]
         self._guests = []
 
-    def _give_back(self, unit: Unit) -> None:
+    def _bring_home(self, unit: Unit) -> None:
         runtime, prefetcher = self._parts()
         unit.gate.close_left_open()
         prefetcher.evict(unit)
-        unit.gate.detach()
         answer_no_more(unit.module)
         for resident in reversed(list(unit.residents)):
             resident.restore(runtime)
             unit.residents.remove(resident)
-        _bring_home(unit.module, runtime.device)
+        _move_to_host(unit.module, runtime.device)
         unit.image = Image([])  # the old one holds on to slabs
 
     def _take_off(self) -> None:
@@ -484,7 +488,7 @@ class ModelLevelBackend(OffloadBackend):
         """Take over a shared component that its owner gave back, while this backend is still enabled."""
         with self._lock:
             self._guests = [guest for guest in self._guests if guest[0] is not component]
-            self._adopt(component)
+            self._adopt([component])
 
     def _check_not_running(self, verb: str) -> None:
         for unit in list(self._units.values()):
@@ -610,7 +614,7 @@ def _take_anchor(packable: list[Held]) -> tuple[list[Held], list[tuple[Held, str
     ]
 
 
-def _bring_home(module: nn.Module, device: torch.device) -> None:
+def _move_to_host(module: nn.Module, device: torch.device) -> None:
     """Move to the host what a forward or the user made on the device meanwhile."""
     if device.type == "cpu":
         return
