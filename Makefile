@@ -22,4 +22,9 @@ $(VENV)/ready: constraints.txt requirements-dev.txt pyproject.toml core/pyprojec
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test check fix
+
+
+bench: $(VENV)/ready  ## measure, and write docs/benchmarks.md
+	$(BIN)/python benchmarks/model_level.py
+
+.PHONY: demo test check fix bench

@@ -7,7 +7,6 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
-from data import PROMPT_TOKENS
 from diffusers import (
     AutoencoderKL,
     DiffusionPipeline,
@@ -18,6 +17,8 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
+
+from data import PROMPT_TOKENS
 
 StepCallback = Callable[[DiffusionPipeline, int, torch.Tensor, dict[str, torch.Tensor]], Any]
 """Called after each denoising step with the pipeline, the step's number, its timestep and the latents."""

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from data import INKS, Digits, build_tokenizer, colour, ink_table, load, prompts, vocabulary
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
-from pipeline import DigitsPipeline
 from sklearn.svm import SVC
 from torch import nn
 from torch.nn import functional
 from transformers import T5Config, T5EncoderModel
+
+from data import INKS, Digits, build_tokenizer, colour, ink_table, load, prompts, vocabulary
+from pipeline import DigitsPipeline
 
 WEIGHTS = Path(__file__).parent / "weights"
 BATCH = 64

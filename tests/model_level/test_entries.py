@@ -293,7 +293,9 @@ def test_compiled_models_give_the_same_bits_without_a_graph_for_every_call(start
     torch._dynamo.reset()
 
 
-def test_enabling_waits_for_a_forward_that_another_thread_is_inside(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enabling_waits_for_a_forward_that_another_thread_is_inside(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Moving a weight under a running kernel would give it freed memory; who never comes out is named."""
     pipe = toys.pipeline()
     inside, leave, enabled = threading.Event(), threading.Event(), threading.Event()

@@ -163,7 +163,8 @@ class Gate:
         for hooks, key in self._hooks:
             if key not in hooks:
                 hooks[key] = self._sentinel
-                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+                if len(hooks) > 1:
+                    hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         self._open = False
 
     def _stand_down(self) -> None:
