@@ -8,6 +8,7 @@ not of a link. accelerate and diffusers copy nothing when both sides are the CPU
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def cost_of_a_call() -> str:
         seconds = by_turns(
             {"no offload": lambda: plain(x), "model_level": lambda: ours(x), "accelerate": lambda: theirs(x)}, rounds=60
         )
-        hook.remove()
+        hook.remove()  # type: ignore[no-untyped-call]
     base = median(seconds["no offload"])
     table = [
         [name, f"{min(values) * 1e3:.2f}", f"{median(values) * 1e3:.2f}", f"{(median(values) - base) * 1e3:+.2f}"]
@@ -189,13 +190,9 @@ def whole_pipelines() -> str:
         plain, ours, theirs = (pipelines.build(name) for _ in range(3))
         theirs.enable_model_cpu_offload(device="cpu")
         with sidestream.offload(ours, "model_level", device="cpu"):
+            cases = {"plain": plain, "ours": ours, "theirs": theirs}
             seconds = by_turns(
-                {
-                    "plain": lambda pipe=plain, name=name: pipelines.run(name, pipe),
-                    "ours": lambda pipe=ours, name=name: pipelines.run(name, pipe),
-                    "theirs": lambda pipe=theirs, name=name: pipelines.run(name, pipe),
-                },
-                rounds=9,
+                {case: functools.partial(pipelines.run, name, pipe) for case, pipe in cases.items()}, rounds=9
             )
         base = median(seconds["plain"])
         ratios = [f"{median(values) / base:.2f}" for values in seconds.values()]
