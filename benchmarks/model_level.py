@@ -12,6 +12,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def cost_of_a_call() -> str:
         seconds = by_turns(
             {"no offload": lambda: plain(x), "model_level": lambda: ours(x), "accelerate": lambda: theirs(x)}, rounds=60
         )
-        hook.remove()  # type: ignore[no-untyped-call]
+        hook.remove()
     base = median(seconds["no offload"])
     table = [
         [name, f"{min(values) * 1e3:.2f}", f"{median(values) * 1e3:.2f}", f"{(median(values) - base) * 1e3:+.2f}"]
@@ -174,7 +175,8 @@ def _enable(pin: bool) -> None:
     config = OffloadConfig("model_level", pin_cpu_memory=pin)
     backend = ModelLevelBackend(config=config, device="cpu", runtime=Quiet)
     figures: list[float] = []
-    for call in (lambda: backend.enable({"transformer": model}), backend.disable):
+    calls: list[Callable[[], None]] = [functools.partial(backend.enable, {"transformer": model}), backend.disable]
+    for call in calls:
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         start = time.perf_counter()

@@ -134,6 +134,15 @@ def train_vae(digits: Digits, steps: int) -> AutoencoderKL:
     return vae
 
 
+def load_vae(folder: Path) -> AutoencoderKL:
+    """Return the VAE in `folder`; unlike the one that diffusers loads, it forgets where that was."""
+    stored = AutoencoderKL.from_pretrained(folder, local_files_only=True)
+    vae = new_vae().eval()
+    vae.load_state_dict(stored.state_dict())
+    vae.register_to_config(scaling_factor=stored.config.scaling_factor, shift_factor=stored.config.shift_factor)
+    return vae
+
+
 @torch.no_grad()
 def encode(vae: AutoencoderKL, digits: Digits) -> torch.Tensor:
     """Return the latents' means, as the VAE gives them: (inks, N, 4, 8, 8)."""
@@ -213,7 +222,7 @@ def train(folder: Path, vae_steps: int, steps: int, seed: int, keep_vae: bool) -
     digits = load()
     torch.manual_seed(seed)
     if keep_vae:
-        vae = AutoencoderKL.from_pretrained(folder / "vae", local_files_only=True).eval()
+        vae = load_vae(folder / "vae")
     else:
         torch.set_num_threads(2)
         vae = train_vae(digits, vae_steps)
