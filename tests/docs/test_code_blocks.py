@@ -1,12 +1,13 @@
 """Every code block of the README and of the pages in docs runs, parses or compiles.
 
-- A `python`, `toml` or `json` block whose first line is `# some/path.ext` is a file, written before anything runs.
-- The other `python` blocks of a page run in one namespace, in order, in an empty folder; `python no-run` only compiles.
+- A `python` or `toml` block whose first line is `# some/path.ext` is a file, written before anything runs.
+- The other `python` blocks of a page run in one namespace, in order, in an empty folder. `python no-run` is
+  compiled only.
 - A `toml` or `json` block with a `strategy` is a configuration and has to be right.
-- In a `shell` block each line that starts with `sidestream` runs and has exit status 0, or the one that a comment
-  behind it states (`# exit status 1`).
-- In a `console` block each `$ sidestream` line prints what stands below it, `...` being anything; `$ echo $?` tells its
-  exit status, 0 if it is not asked.
+- In a `shell` block each line that starts with `sidestream` runs and has exit status 0, or the one that a
+  comment behind it states (`# exit status 1`).
+- In a `console` block each `$ sidestream` line prints what stands below it, `...` being anything; `$ echo $?`
+  tells its exit status, 0 if it is not asked.
 - Files with a `pyproject.toml` among them are a distribution, and installed.
 """
 
@@ -18,14 +19,19 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import sidestream
 from sidestream.api import resolve_config
 from sidestream.cli import main
+from sidestream.testing import toys
+from sidestream.testing.portrait import portrait
+from sidestream.testing.runtimes import WatchfulRuntime
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,7 +39,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()]
 
 _FENCE = re.compile(r"^```([\w-]*)([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# ([\w./-]+\.(?:py|toml))\n")
@@ -156,9 +162,10 @@ def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path, capsys: pytest
                     exec(code, namespace)
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in ALL if block.language in ("toml", "json")], ids=lambda block: block.where
-)
+DATA = [block for block in ALL if block.language in ("toml", "json")]
+
+
+@pytest.mark.parametrize("block", DATA, ids=lambda block: block.where)
 def test_data_parses_and_configurations_are_right(block: Block) -> None:
     """A configuration that is printed is one that can be used."""
     data = tomllib.loads(block.text) if block.language == "toml" else json.loads(block.text)
@@ -168,60 +175,106 @@ def test_data_parses_and_configurations_are_right(block: Block) -> None:
 
 def test_there_is_something_to_run() -> None:
     """The pattern that finds the blocks finds them; no page writes a language that nothing here looks at."""
-    assert {"README.md", "architecture.md", "configuration.md", "model-level.md", "writing-a-strategy.md"} <= {
-        page.name for page in PAGES
-    }
+    names = {page.name for page in PAGES}
+    assert {"architecture.md", "configuration.md", "model-level.md", "writing-a-strategy.md"} <= names
     assert {block.language for block in ALL} <= {"", "console", "json", "python", "shell", "text", "toml"}
-    assert sum(text.count("```") for text in (page.read_text(encoding="utf-8") for page in PAGES)) == 2 * len(ALL)
-    for language, least in (("python", 10), ("shell", 2), ("console", 1), ("toml", 2), ("json", 1)):
+    fences = sum(page.read_text(encoding="utf-8").count("```") for page in PAGES)
+    assert fences == 2 * len(ALL)
+    for language, least in (("python", 9), ("shell", 1), ("console", 1), ("toml", 2), ("json", 1)):
         assert sum(block.language == language for block in ALL) >= least, language
 
 
-def test_the_strangers_strategy_is_found_by_its_string_and_keeps_every_bit(folder: Path) -> None:
-    """What the page says of its strategy, once more on two DiTs, with a failure, an edit and an odd selection."""
-    import sidestream
-    from sidestream.testing import toys
-    from sidestream.testing.portrait import portrait
-
+@pytest.mark.parametrize("separate", [False, True], ids=["shared memory", "memory of its own"])
+def test_the_strangers_strategy_is_found_by_its_string_and_keeps_every_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, separate: bool
+) -> None:
+    """The page's strategy on two DiTs, a poisoned device and late copies; with a failure and an edit."""
     write_files(ROOT / "docs" / "writing-a-strategy.md", folder)
     assert "one_by_one" in [info.name for info in sidestream.strategies() if info.problem is None]
+    stranger = importlib.import_module("acme_offload.backend")
+    make = partial(WatchfulRuntime, lazy=True, separate=separate)
+    monkeypatch.setattr(stranger, "open_runtime", make)
     pipe, reference = toys.pipeline(second=True), toys.pipeline(second=True)
-    before = portrait(pipe)
+    x = torch.ones(2, 16)
+    before, mine = portrait(pipe), pipe.transformer.turned.weight
     settings = {"strategy": "one_by_one", "components": ["dit", "text_encoder", "vae"]}
+    inside: list[int] = []
     with torch.no_grad(), sidestream.offload(pipe, settings, device="cpu") as backend:
         for seed in range(2):
             assert torch.equal(reference(toys.prompt(), seed=seed), pipe(toys.prompt(), seed=seed))
 
         def interrupt(*args: Any) -> None:
-            backend_was_inside.append(backend.report().device_bytes)
+            assert pipe.transformer.turned.weight is not mine
+            inside.append(backend.report().device_bytes)
             with pytest.raises(sidestream.BackendStateError, match="inside a forward of transformer"):
                 backend.disable()
             raise KeyboardInterrupt
 
-        backend_was_inside: list[int] = []
         hook = pipe.transformer.blocks[1].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            pipe.transformer(torch.ones(2, 16), torch.ones(2, 16))
+            pipe.transformer(x, x)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.transformer.blocks[1](x)
         hook.remove()
-        assert backend_was_inside[0] > 0
-        assert backend.report().device_bytes == 0
         pipe.load_state_dict(reference.state_dict())
         for model in (pipe, reference):
             model.transformer.turned.weight.data.mul_(2)
-        assert torch.equal(reference(toys.prompt(), seed=5), pipe(toys.prompt(), seed=5))
-        assert torch.equal(reference.vae.decode(torch.ones(2, 16)), pipe.vae.decode(torch.ones(2, 16)))
+        for seed in range(2):
+            assert torch.equal(reference(toys.prompt(), seed=seed), pipe(toys.prompt(), seed=seed))
+        assert torch.equal(reference.vae.decode(x), pipe.vae.decode(x))
+        assert pipe.transformer.turned.weight is mine
         report = backend.report()
-    sizes = [sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (pipe.transformer, pipe.transformer_2)]
+    stays = sum(tensor.bytes for tensor in report.resident)
+    assert separate == bool(stays)
+    assert report.device_bytes == stays < min(inside)
+    sizes = [_size(pipe.transformer), _size(pipe.transformer_2)]
     assert max(sizes) <= report.peak_device_bytes < sum(sizes)
     assert report.moved_bytes > 0
+    assert backend.report().device_bytes == 0
     assert before == portrait(pipe)
     for name, value in reference.state_dict().items():
         assert torch.equal(value, pipe.state_dict()[name]), name
-    with pytest.raises(sidestream.UnsupportedModelError, match="image_encoder"):
-        sidestream.enable_offload(pipe, {"strategy": "one_by_one", "components": ["image_encoder"]}, device="cpu")
+
+
+def test_the_strangers_strategy_refuses_what_it_cannot_do(folder: Path) -> None:
+    """A kind that is not there, gradients, a second owner, an odd tensor; small components stay."""
+    write_files(ROOT / "docs" / "writing-a-strategy.md", folder)
+    pipe = toys.pipeline()
+    before, x = portrait(pipe), torch.ones(2, 16)
+    missing = {"strategy": "one_by_one", "components": ["image_encoder"]}
+    with pytest.raises(sidestream.UnsupportedModelError, match="no image_encoder"):
+        sidestream.enable_offload(pipe, missing, device="cpu")
+    wrong = {"strategy": "one_by_one", "options": {"keep_below_mib": -1}}
+    with pytest.raises(sidestream.ConfigError, match=r"options\.keep_below_mib: -1 is out of bounds"):
+        sidestream.enable_offload(pipe, wrong, device="cpu")
     with sidestream.offload(pipe, "one_by_one", device="cpu"):
-        with pytest.raises(sidestream.UnsupportedModelError, match="inference only"), torch.enable_grad():
-            pipe.transformer(torch.ones(2, 16, requires_grad=True), torch.ones(2, 16))
+        with pytest.raises(sidestream.UnsupportedModelError, match="inference only"):
+            pipe.transformer(x.requires_grad_(), x)
         with pytest.raises(sidestream.BackendStateError, match="offloaded already"):
             sidestream.enable_offload(pipe, "model_level", device="cpu")
+    pipe.transformer.register_buffer("table", torch.ones(1, 16).expand(4, 16), persistent=False)
+    hook = pipe.transformer.blocks[1].register_forward_hook(_interrupt)
+    with torch.no_grad(), sidestream.offload(pipe, "one_by_one", device="cpu") as backend:
+        assert [tensor.name for tensor in backend.report().resident] == ["transformer.table"]
+        with pytest.raises(KeyboardInterrupt):
+            pipe.transformer.blocks[1](torch.ones(2, 16))
+        assert backend.report().device_bytes > 0
+    assert backend.report().device_bytes == 0
+    hook.remove()
+    del pipe.transformer.table
     assert before == portrait(pipe)
+    keep = {"strategy": "one_by_one", "options": {"keep_below_mib": 1}}
+    with sidestream.offload(pipe, keep, device="cpu") as backend:
+        pipe(toys.prompt())
+        assert backend.report().moved_bytes == 0
+        assert {tensor.name for tensor in backend.report().resident} == {"text_encoder", "transformer", "vae"}
+    assert before == portrait(pipe)
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _size(module: torch.nn.Module | None) -> int:
+    assert module is not None
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

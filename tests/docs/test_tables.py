@@ -84,7 +84,8 @@ def test_the_table_of_vllm_omnis_settings_is_read() -> None:
 
 def test_every_error_is_told_with_its_builtin() -> None:
     """The whole tree but its root, the warning, and what no user meets."""
-    told = {cells[0].strip("`"): cells[1].strip("`") for cells in rows(section(page("configuration.md"), "Errors"))[1:]}
+    table = rows(section(page("configuration.md"), "Errors"))[1:]
+    told = {cells[0].strip("`"): cells[1].strip("`") for cells in table}
     classes = {
         name: cls
         for name, cls in vars(errors).items()
@@ -118,7 +119,8 @@ def test_every_method_that_a_backend_may_fill_in_is_told() -> None:
 def test_every_field_of_a_strategy_is_told() -> None:
     """`create` with its arguments."""
     told = rows(section(page("writing-a-strategy.md"), "What `Strategy` says"))[1:]
-    assert sorted(inspect.signature(Strategy).parameters) == sorted(re.sub(r"\W.*", "", c[0].strip("`")) for c in told)
+    names = [re.sub(r"\W.*", "", cells[0].strip("`")) for cells in told]
+    assert sorted(inspect.signature(Strategy).parameters) == sorted(names)
 
 
 def test_the_rules_between_rooms_are_those_that_the_linter_keeps() -> None:

@@ -198,8 +198,14 @@ def reset():
     Path("/proc/self/clear_refs").write_text("5")
 
 model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24))).requires_grad_(False)
-backend = ModelLevelBackend(
-    config=OffloadConfig("model_level", pin_cpu_memory={pin}), device="cpu", runtime=WatchfulRuntime)
+def make():
+    return ModelLevelBackend(
+        config=OffloadConfig("model_level", pin_cpu_memory={pin}), device="cpu", runtime=WatchfulRuntime)
+
+first = make()  # what it imports is not what it holds
+first.enable({{"transformer": nn.Linear(2, 2)}})
+first.disable()
+backend = make()
 before = status("VmRSS"); reset()
 backend.enable({{"transformer": model}})
 enabling = status("VmHWM") - before
