@@ -8,6 +8,7 @@ Exit status: 0 when both pictures have the same bits, 1 when not, 2 for a reques
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import threading
 import time
@@ -18,6 +19,11 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+
+# What optional packages say about themselves while diffusers imports them is not about this demo.
+for _package in ("torchao", "torch.utils._pytree", "diffusers.quantizers", "transformers"):
+    logging.getLogger(_package).setLevel(logging.ERROR)
+
 from diffusers.utils import logging as diffusers_logging
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
