@@ -90,6 +90,20 @@ def _buffer(pipe: toys.Pipeline) -> None:
     pipe.transformer.blocks[1].mask.logical_not_()
 
 
+def _layout(pipe: toys.Pipeline) -> None:
+    pipe.transformer.mix.to(memory_format=torch.contiguous_format)
+    pipe.transformer.turned.weight.data = pipe.transformer.turned.weight.data.t()
+
+
+def _buffer_made_in_forward(pipe: toys.Pipeline) -> None:
+    def remember(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        if not hasattr(module, "seen"):
+            module.register_buffer("seen", out.detach() * 0.5)
+        return out + module.seen
+
+    pipe.transformer.turned.register_forward_hook(remember)
+
+
 def _inference_edit(pipe: toys.Pipeline) -> None:
     with torch.inference_mode():
         pipe.vae.scale.mul_(1.5)
@@ -110,6 +124,8 @@ EDITS: list[Callable[[toys.Pipeline], None]] = [
     _late_buffer,
     _no_bias,
     _buffer,
+    _buffer_made_in_forward,
+    _layout,
     _inference_edit,
 ]
 

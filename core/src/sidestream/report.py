@@ -68,8 +68,8 @@ class OffloadReport:
     def __str__(self) -> str:
         lines = [
             f"{self.strategy} on {self.device}: {format_bytes(self.device_bytes)} on the device now, "
-            f"{format_bytes(self.peak_device_bytes)} at worst; {format_bytes(self.host_bytes)} in host memory, "
-            f"{format_bytes(self.pinned_bytes)} of it pinned",
+            f"{format_bytes(self.peak_device_bytes)} at worst; {format_bytes(self.host_bytes)} of weights in host "
+            f"memory, {format_bytes(self.pinned_bytes)} pinned",
             f"moved {format_bytes(self.moved_bytes)} in {self.fetches} fetches, {self.late_fetches} of them late; "
             f"waited {self.wait_seconds:.3f} s",
         ]

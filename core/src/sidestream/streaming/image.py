@@ -139,8 +139,11 @@ def rebuild(tensor: torch.Tensor, new_parts: Iterator[torch.Tensor]) -> torch.Te
     return view
 
 
-def why_not_packed(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot travel in an image, or None if it can."""
+def why_not_packed(tensor: torch.Tensor, *, from_device: torch.device | None = None) -> str | None:
+    """Return why a tensor cannot travel in an image, or None if it can.
+
+    It has to be in host memory, or on `from_device` if it will be brought to the host first.
+    """
     if nn.parameter.is_lazy(tensor):
         return "it is not initialised: run the lazy module once first"
     if is_sharded(tensor):
@@ -148,7 +151,7 @@ def why_not_packed(tensor: torch.Tensor) -> str | None:
     if is_opaque(tensor):
         return f"its class {type(tensor).__name__} wraps other tensors and has no __tensor_flatten__"
     for part in parts(tensor):
-        if part.device.type != "cpu":
+        if part.device.type != "cpu" and part.device != from_device:
             return f"it is on {part.device}, not in host memory"
         if part.layout is not torch.strided:
             return f"its layout is {part.layout}"
@@ -179,7 +182,7 @@ def sharing_memory(tensors: Iterable[Held]) -> dict[int, str]:
             (part.data_ptr(), part.data_ptr() + part.nbytes, held)
             for held in tensors
             for part in parts(held.master)
-            if part.nbytes and part.device.type == "cpu" and part.layout is torch.strided
+            if part.nbytes and part.layout is torch.strided
         ),
         key=lambda span: span[:2],
     )
@@ -194,12 +197,17 @@ def sharing_memory(tensors: Iterable[Held]) -> dict[int, str]:
     return shared
 
 
-def split_packable(tensors: Sequence[Held]) -> tuple[list[Held], list[tuple[Held, str]]]:
-    """Return the tensors that can travel in an image, and the others with the reason of each."""
-    shared = sharing_memory([held for held in tensors if why_not_packed(held.master) is None])
+def split_packable(
+    tensors: Sequence[Held], *, from_device: torch.device | None = None
+) -> tuple[list[Held], list[tuple[Held, str]]]:
+    """Return the tensors that can travel in an image, and the others with the reason of each.
+
+    Those on `from_device` count as if they were in host memory.
+    """
+    reasons = [why_not_packed(held.master, from_device=from_device) for held in tensors]
+    shared = sharing_memory([held for held, reason in zip(tensors, reasons, strict=True) if reason is None])
     packable, rest = [], []
-    for held in tensors:
-        reason = why_not_packed(held.master)
+    for held, reason in zip(tensors, reasons, strict=True):
         if reason is None and id(held.master) in shared:
             reason = f"it shares memory with {shared[id(held.master)]}"
         if reason is None:
@@ -207,6 +215,16 @@ def split_packable(tensors: Sequence[Held]) -> tuple[list[Held], list[tuple[Held
         else:
             rest.append((held, reason))
     return packable, rest
+
+
+def plain_attributes(root: nn.Module, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that modules keep as plain attributes: `Module.to` leaves them, and so does everybody."""
+    return [
+        (f"{name}.{key}" if name else key, value)
+        for name, module in root.named_modules(prefix=prefix)
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 @dataclass(frozen=True)

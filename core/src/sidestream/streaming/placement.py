@@ -36,6 +36,10 @@ class Resident:
         """Whether somebody put other tensors in all its places."""
         return not any(place.holds(self.current) for place in self.held.places)
 
+    def carried_off(self, runtime: DeviceRuntime) -> bool:
+        """Return whether its device copy was moved away from the device, as `module.cpu()` does."""
+        return self._copy is not None and self._copy.device != runtime.device
+
     def forget(self, runtime: DeviceRuntime) -> None:
         """Count it no more, without putting anything back."""
         self._copy = None

@@ -252,11 +252,13 @@ class TorchRuntime(DeviceRuntime):
         current = self._current()
         # The target may be memory whose last reader is still queued on the current stream.
         stream.wait_stream(current)
+        index = torch.accelerator.current_device_index()
         torch.accelerator.set_stream(stream)
         try:
             _copy_pairs(pairs)
         finally:
             torch.accelerator.set_stream(current)
+            torch.accelerator.set_device_index(index)  # setting a stream sets its device too
         done = torch.Event(device=self.device)
         done.record(stream)
         return Copy(sum(source.nbytes for _, source in pairs), done=done)

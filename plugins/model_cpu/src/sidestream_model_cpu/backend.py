@@ -27,7 +27,15 @@ from sidestream import (
 )
 from sidestream.discovery import Component, discover, loose_modules
 from sidestream.streaming.entry import Entrance, Gate, execution_is_differentiable, gates_within, wait_until_idle
-from sidestream.streaming.image import Held, Image, Structure, collect, is_sharded, split_packable
+from sidestream.streaming.image import (
+    Held,
+    Image,
+    Structure,
+    collect,
+    is_sharded,
+    plain_attributes,
+    split_packable,
+)
 from sidestream.streaming.placement import Resident, answer_device, answer_no_more
 from sidestream.streaming.runtime import DeviceRuntime, open_runtime, resolve_device
 from sidestream_model_cpu.options import ModelLevelOptions, PinFailure
@@ -76,6 +84,7 @@ class ModelLevelBackend(OffloadBackend):
         self._request_gate: Gate | None = None
         self._request_hook: Any = None
         self._ending: OffloadReport | None = None
+        self._starting = False
         self._late_fetches = 0
         self._schedule = Schedule({})
 
@@ -83,6 +92,7 @@ class ModelLevelBackend(OffloadBackend):
 
     def _enable(self, pipeline: Any) -> None:
         self._clear()
+        self._starting = True
         if isinstance(pipeline, SupportsModelCpuOffload):
             self._hand_over(pipeline)
             return
@@ -93,8 +103,9 @@ class ModelLevelBackend(OffloadBackend):
         self._check_owners(moving, staying)
         guests = [(component, gate) for component in moving if (gate := _root_gate(component)) is not None]
         own = [component for component in moving if not any(component is guest for guest, _ in guests)]
-        packed = {component.name: self._check_tensors(component) for component in own}
         runtime = self._open_runtime(self.device)
+        self.device = runtime.device
+        packed = {component.name: self._check_tensors(component) for component in own}
         budget = self.options.device_budget_gib
         self._check_budget(own, packed, staying)
 
@@ -125,6 +136,7 @@ class ModelLevelBackend(OffloadBackend):
                 owner._heirs.append((component, self))
                 self._guests.append((component, owner))
         self._watch_requests(pipeline, components)
+        self._starting = False
         if not self._units and not self._guests:
             warnings.warn(
                 f"nothing takes turns: no {_kinds(DEFAULT_KINDS)} with weights among "
@@ -193,14 +205,14 @@ class ModelLevelBackend(OffloadBackend):
             )
 
     def _check_tensors(self, component: Component) -> tuple[list[Held], list[tuple[Held, str]]]:
-        packable, rest = split_packable(collect(component.module, component.name))
+        packable, rest = split_packable(collect(component.module, component.name), from_device=self.device)
         for held, reason in rest:
             if is_sharded(held.master):
                 raise UnsupportedModelError(
                     f"{held.name} is a DTensor: model_level moves whole weights and cannot move one rank's share. "
                     "Leave the component out, or offload before sharding"
                 )
-            if self.config.components is not None and not _may_stay(held, self.device):
+            if self.config.components is not None:
                 raise UnsupportedModelError(
                     f"component {component.name!r} is selected, but {held.name} cannot be offloaded: {reason}. "
                     "Leave the component out of components, or replace the tensor"
@@ -252,6 +264,17 @@ class ModelLevelBackend(OffloadBackend):
             unit.gate.attach(watch=False)
         wait_until_idle(unit.gate for unit in units)
         for unit in units:
+            if runtime.separate and any(held.master.device == runtime.device for held in collect(unit.module)):
+                unit.came_from = runtime.device
+                unit.module.to("cpu")
+            self._notes += [
+                ResidentTensor(
+                    name=name,
+                    reason="a plain attribute, neither parameter nor buffer: the model moves it, or nobody",
+                    bytes=tensor.nbytes,
+                )
+                for name, tensor in plain_attributes(unit.module, unit.name)
+            ]
             self._lay_out(unit, settle=True)
             if runtime.separate:
                 answer_device(unit.module, runtime.device)
@@ -340,7 +363,11 @@ class ModelLevelBackend(OffloadBackend):
         """Before a component's weights are used: make room, have its bytes, bind them, and start on the next."""
         _, prefetcher = self._parts()
         self._refuse_gradients(unit, args, kwargs)
-        if not (unit.structure.same() and unit.image.fits()):
+        moved = [resident for resident in unit.residents if resident.carried_off(self._parts()[0])]
+        for resident in moved:
+            resident.restore(self._parts()[0])
+            unit.residents.remove(resident)
+        if moved or not (unit.structure.same() and unit.image.fits()):
             prefetcher.evict(unit)
             self._lay_out(unit)
             unit.gate.watch()
@@ -383,7 +410,8 @@ class ModelLevelBackend(OffloadBackend):
     def _refuse_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        masters = (held.master for held in unit.image.tensors)
+        masters = [held.master for held in unit.image.tensors]
+        masters += [resident.held.master for resident in unit.residents]
         if execution_is_differentiable((*args, *kwargs.values())) or any(master.requires_grad for master in masters):
             raise UnsupportedModelError(
                 f"component {unit.name!r} is called with gradients enabled; offloading is for inference only: call it "
@@ -471,6 +499,8 @@ class ModelLevelBackend(OffloadBackend):
             resident.restore(runtime)
             unit.residents.remove(resident)
         _move_to_host(unit.module, runtime.device)
+        if unit.came_from is not None and self._starting:
+            unit.module.to(unit.came_from)  # enabling failed: as it was
         unit.image = Image([])  # the old one holds on to slabs
 
     def _take_off(self) -> None:
@@ -597,11 +627,6 @@ def _check_usable(component: Component) -> None:
 
 def _root_gate(component: Component) -> Gate | None:
     return next((gate for gate in gates_within(component.module) if gate.module is component.module), None)
-
-
-def _may_stay(held: Held, device: torch.device) -> bool:
-    """Whether it is no failure that a tensor does not move: it is on the device already."""
-    return held.master.device == device and device.type != "cpu"
 
 
 def _take_anchor(packable: list[Held]) -> tuple[list[Held], list[tuple[Held, str]]]:

@@ -31,6 +31,7 @@ class Unit:
         self.structure: Structure
         self.gate: Gate
         self.residents: list[Resident] = []
+        self.came_from: torch.device | None = None
         self.buffer: torch.Tensor | None = None
         self.copy: Copy | None = None
         self.meter = WaitMeter()
