@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -313,8 +314,30 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         ) from error
 
 
+RuntimeFactory: TypeAlias = Callable[[torch.device], DeviceRuntime]
+
+#: Runtimes other than those below, by device type; empty but inside `runtime_in_use`.
+_in_use: dict[str, RuntimeFactory] = {}
+
+
+@contextmanager
+def runtime_in_use(device_type: str, factory: RuntimeFactory) -> Iterator[None]:
+    """Have `open_runtime` take `factory` for devices of this type inside the block: how a test device is put in."""
+    before = _in_use.get(device_type)
+    _in_use[device_type] = factory
+    try:
+        yield
+    finally:
+        if before is None:
+            del _in_use[device_type]
+        else:
+            _in_use[device_type] = before
+
+
 def open_runtime(device: torch.device) -> DeviceRuntime:
     """Return a new runtime for `device`; `UnsupportedModelError` if this machine or torch build has no such device."""
+    if device.type in _in_use:
+        return _in_use[device.type](device)
     if device.type == "cpu":
         return CpuRuntime(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
