@@ -132,7 +132,10 @@ def rebuild(tensor: torch.Tensor, new_parts: Iterator[torch.Tensor]) -> torch.Te
         )
         return nn.Parameter(built, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else built
     view = next(new_parts)
-    if type(tensor) is not torch.Tensor:
+    if isinstance(tensor, nn.Parameter) and (type(tensor) is nn.Parameter or type(view) is not torch.Tensor):
+        # A device may have a tensor class of its own, which a subclass made from outside would lose.
+        view = nn.Parameter(view, tensor.requires_grad)
+    elif type(tensor) is not torch.Tensor:
         view = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
     if tensor.__dict__:
         view.__dict__.update(tensor.__dict__)
@@ -148,6 +151,8 @@ def why_not_packed(tensor: torch.Tensor, *, from_device: torch.device | None = N
         return "it is not initialised: run the lazy module once first"
     if is_sharded(tensor):
         return "it is a DTensor, sharded already"
+    if tensor.device.type != "cpu" and tensor.device != from_device:
+        return f"it is on {tensor.device}, not in host memory"
     if is_opaque(tensor):
         return f"its class {type(tensor).__name__} wraps other tensors and has no __tensor_flatten__"
     for part in parts(tensor):
@@ -182,7 +187,7 @@ def sharing_memory(tensors: Iterable[Held]) -> dict[int, str]:
             (part.data_ptr(), part.data_ptr() + part.nbytes, held)
             for held in tensors
             for part in parts(held.master)
-            if part.nbytes and part.layout is torch.strided
+            if part.nbytes and part.layout is torch.strided and part.data_ptr()
         ),
         key=lambda span: span[:2],
     )
