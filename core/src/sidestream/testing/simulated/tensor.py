@@ -2,9 +2,10 @@
 
 Note: how an operation runs
 ---------------------------
-Its outputs' shapes come from running it on meta tensors; their memory from the device's allocator. Then a closure that
-computes with the CPU's own kernel is queued on the current stream, so that the bits are the CPU's, and the host goes
-on. Views are made at once: they touch no bytes. An operation whose result the host needs (a number, a shape that
+Its outputs' shapes and strides come from running it once on CPU tensors full of ones (meta tensors do not always agree
+with the CPU about strides, and strides choose kernels), and are remembered; their memory comes from the device's
+allocator. Then a closure that computes with the CPU's own kernel is queued on the current stream, so that the bits are
+the CPU's, and the host goes on. Views are made at once: they touch no bytes. An operation whose result the host needs (a number, a shape that
 depends on data) waits for the stream first, as on a real device.
 """
 
@@ -30,7 +31,12 @@ DEVICE_TYPE = "simdev"
 _aten = torch.ops.aten
 
 #: Composite operations that are kept whole, for the CPU has a kernel of its own for them.
-_WHOLE = {"aten::scaled_dot_product_attention"}
+_WHOLE = {"aten::scaled_dot_product_attention", "aten::group_norm"}
+#: The functions that would take them apart by device before they get here.
+_WHOLE_FUNCTIONS = {
+    torch.nn.functional.scaled_dot_product_attention: _aten.scaled_dot_product_attention.default,
+    torch.nn.functional.group_norm: _aten.group_norm.default,
+}
 #: Operations whose result the host needs at once.
 _SYNCHRONOUS = {
     "aten::_local_scalar_dense",
@@ -68,9 +74,11 @@ class SimTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Attention would be taken apart before it gets here; with gradients off nothing is lost by keeping it.
-        if func is torch.nn.functional.scaled_dot_product_attention and not torch.is_grad_enabled():
-            return dispatch(_aten.scaled_dot_product_attention.default, args, kwargs or {})
+        # With gradients off nothing is lost by keeping them whole.
+        if func in _WHOLE_FUNCTIONS and not torch.is_grad_enabled():
+            return dispatch(_WHOLE_FUNCTIONS[func], args, kwargs or {})
+        if func is torch.Tensor.tolist:
+            return args[0].cpu().tolist()
         # Without this, what comes back from the device would be called a tensor of the device.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -125,7 +133,7 @@ class _Dispatcher:
         if written and all(result.alias_info is not None for result in func._schema.returns):
             return self.in_place(func, args, kwargs, written)
         try:
-            shapes = _on_meta(func, args, kwargs)
+            shapes = _shapes(func, args, kwargs)
         except (NotImplementedError, RuntimeError):
             # No rule for the shapes: compute now, which is one of the orders that are allowed.
             return self.synchronous(func, args, kwargs)
@@ -317,14 +325,49 @@ def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: torch.device("cpu") if key == "device" and value else value for key, value in kwargs.items()}
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+#: Shapes of results by operation and arguments: meta tensors, which hold no memory.
+_known_shapes: dict[Any, Any] = {}
+
+
+def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results of an operation as meta tensors with the shapes, strides and dtypes that the CPU gives them."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (func, spec, tuple(map(_described, leaves)))
+    try:
+        known = _known_shapes.get(key)
+    except TypeError:
+        return _on_stand_ins(func, args, kwargs)
+    if known is None:
+        known = _known_shapes[key] = _on_stand_ins(func, args, kwargs)
+    return known
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), leaf
+
+
+def _on_stand_ins(func: Any, args: Any, kwargs: Any) -> Any:
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
+
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        shifted = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
-        return func(*pytree.tree_map_only(torch.Tensor, meta, args), **pytree.tree_map_only(torch.Tensor, meta, shifted))
+        try:
+            result = func(
+                *pytree.tree_map_only(torch.Tensor, stand_in, args),
+                **pytree.tree_map_only(torch.Tensor, stand_in, _without_device(kwargs)),
+            )
+        except (RuntimeError, IndexError):  # ones are not valid everywhere, as an index for instance
+            shifted = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
+            result = func(
+                *pytree.tree_map_only(torch.Tensor, meta, args), **pytree.tree_map_only(torch.Tensor, meta, shifted)
+            )
+        return pytree.tree_map_only(torch.Tensor, meta, result)
 
 
 def _elements(tree: Any) -> int:
