@@ -154,6 +154,6 @@ def test_nothing_outside_the_runtime_speaks_of_one_vendor() -> None:
         text = file.read_text()
         for word in ("torch.cuda", "torch.xpu", "torch.npu"):
             assert word not in text, file
-        if file != Path(runtime_module.__file__):
+        if file != Path(runtime_module.__file__) and "testing" not in file.parts:
             for word in ("torch.accelerator", "torch.Stream(", "torch.Event("):
                 assert word not in text, file

@@ -72,7 +72,7 @@ class Resident:
             if _version_of(self.held.master) == self._version and not is_opaque(self.held.master):
                 for part, copy in zip(parts(self.held.master), parts(self._copy), strict=True):
                     if (copy.dtype, copy.shape) == (part.dtype, part.shape):
-                        runtime.read_back(part.data, copy.detach())
+                        runtime.read_back(_once(part.data), _once(copy.detach(), like=part))
                     else:  # cast, or given other data meanwhile
                         part.data = _copied(copy, part.device)
             for place in self.held.places:
@@ -83,6 +83,14 @@ class Resident:
 
 def _copied(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     return part.detach().to(device, copy=True)
+
+
+def _once(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return each element of an expanded tensor once, for torch refuses to write one place twice."""
+    for dimension, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:

@@ -7,6 +7,7 @@ ROCm, XPU, NPU, PrivateUse1), :class:`CpuRuntime` for the CPU, where a stream is
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -171,7 +172,11 @@ class CpuRuntime(DeviceRuntime):
         if nbytes < self.inline_below or not stream.alive():
             _copy_pairs(pairs)
             return Copy(nbytes, waited=True)
-        return Copy(nbytes, done=stream.submit(pairs))
+        return Copy(nbytes, done=stream.submit(functools.partial(self.move, list(pairs))))
+
+    def move(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy, on the thread of the stream."""
+        _copy_pairs(pairs)
 
     def wait(self, copy: Copy, meter: WaitMeter) -> None:
         if copy.waited:
@@ -211,10 +216,10 @@ class _Worker:
     def alive(self) -> bool:
         return not self._closed and self._process == os.getpid()
 
-    def submit(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Future[None]:
+    def submit(self, call: Callable[[], None]) -> Future[None]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="sidestream-copy")
-        return self._executor.submit(_copy_pairs, list(pairs))
+        return self._executor.submit(call)
 
     def drain(self) -> None:
         if self._executor is not None and self.alive():

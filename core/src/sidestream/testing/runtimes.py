@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,3 +90,21 @@ class WatchfulRuntime(CpuRuntime):
     def read_back(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.read_back_bytes += source.nbytes
         super().read_back(target, source)
+
+
+class ThrottledRuntime(CpuRuntime):
+    """A CPU whose copies take as long as over a link of `bandwidth` bytes a second, on a real thread of their own.
+
+    For proving that copies overlap with computing in real time, whatever this machine's memory does.
+    """
+
+    inline_below = 0
+
+    def __init__(self, device: torch.device, *, bandwidth: float) -> None:
+        super().__init__(device)
+        self.bandwidth = bandwidth
+
+    def move(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        end = time.perf_counter() + sum(source.nbytes for _, source in pairs) / self.bandwidth
+        super().move(pairs)
+        time.sleep(max(0.0, end - time.perf_counter()))

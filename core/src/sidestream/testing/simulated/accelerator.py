@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 
 from sidestream.streaming.runtime import Copy, DeviceRuntime, WaitMeter, runtime_in_use
 from sidestream.testing.simulated.machine import Event, Machine, Memory, Order, Race, Ranges, Stream, TimeModel
@@ -18,6 +19,9 @@ from sidestream.testing.simulated.tensor import DEVICE_TYPE, SimTensor, dispatch
 
 #: The names of all orders.
 ORDERS: tuple[str, ...] = tuple(order.value for order in Order)
+
+#: Of pinned memory, bytes.
+_ALIGNMENT = 4096
 
 _lock = threading.Lock()
 _registered: list[Any] = []
@@ -129,14 +133,16 @@ class SimulatedAccelerator:
             raise RuntimeError(f"simulated driver: cannot pin {taken} bytes more, {self.pinned_bytes} are pinned")
         self.pinned_bytes += taken
         self.peak_pinned_bytes = max(self.peak_pinned_bytes, self.pinned_bytes)
-        with torch.inference_mode(False):
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+        # An array tells when the last tensor on its memory is gone; a tensor tells only of itself.
+        raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+        shift = -raw.ctypes.data % _ALIGNMENT
+        array = raw[shift : shift + nbytes]
         self._pins += 1
-        start = memory.data_ptr()
+        start = array.ctypes.data
         self._host.add(start, nbytes, Memory(f"pinned memory {self._pins}"))
-        storage = memory.untyped_storage()
-        _when_gone(memory, storage, lambda: self._unpin(start, taken))
-        return memory
+        weakref.finalize(array, self._unpin, start, taken)
+        with torch.inference_mode(False):
+            return torch.from_numpy(array)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether a host tensor lies in pinned memory."""
@@ -269,19 +275,56 @@ def register() -> None:
             return
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-        _setup_privateuseone_for_python_backend(DEVICE_TYPE)
+        hooks, module = _presence()
+        _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module, hook=hooks)
         # Whatever has no tensor of the device among its arguments arrives here: `torch.empty(3, device="simdev")`.
-        library = torch.library.Library("_", "IMPL")
+        libraries: Any = torch.library
+        library = libraries.Library("_", "IMPL")
         library.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
         # These would make an empty tensor and resize it, which a tensor of another class cannot be.
-        aten = torch.library.Library("aten", "IMPL")
+        aten = libraries.Library("aten", "IMPL")
         for name in _RESIZING:
             packet, _, overload = name.partition(".")
             func = getattr(getattr(torch.ops.aten, packet), overload or "default")
             aten.impl(name, functools.partial(_dispatch_factory, func), "PrivateUse1")
         # `torch.tensor(values, device=...)` builds on the CPU and moves.
         torch._C._set_only_lift_cpu_tensors(True)
-        _registered.extend((library, aten))
+        _registered.extend((library, aten, hooks, module))
+
+
+def _presence() -> tuple[Any, Any]:
+    """Return what torch asks whether there is such a device: only while one is open."""
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return bool(_open)
+
+        def is_built(self) -> bool:
+            return True
+
+        def has_primary_context(self, index: int) -> bool:
+            return bool(_open)
+
+    class Module:
+        def is_initialized(self) -> bool:
+            return bool(_open)
+
+        def is_available(self) -> bool:
+            return bool(_open)
+
+        def device_count(self) -> int:
+            return len(_open)
+
+        def current_device(self) -> int:
+            return 0
+
+        def manual_seed_all(self, seed: int) -> None:
+            """There is no generator of its own: kernels are the CPU's."""
+
+        def _is_in_bad_fork(self) -> bool:
+            return False
+
+    return Hooks(), Module()
 
 
 _RESIZING = (
@@ -313,12 +356,4 @@ def _put(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(value)
 
 
-def _when_gone(memory: torch.Tensor, storage: Any, call: Callable[[], None]) -> None:
-    """Call back when the memory itself goes, whichever tensor held it last."""
-    import weakref
-
-    # numpy arrays made of the tensor, and tensors made of those, keep the tensor object alive.
-    weakref.finalize(memory, call)
-
-
-__all__ = ["ORDERS", "RaceError", "SimulatedAccelerator", "SimulatedRuntime", "current", "nn", "register"]
+__all__ = ["ORDERS", "RaceError", "SimulatedAccelerator", "SimulatedRuntime", "current", "register"]

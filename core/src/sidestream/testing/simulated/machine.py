@@ -22,11 +22,14 @@ from enum import Enum
 from pathlib import Path
 
 import attrs
+import torch
 
 Clock = dict[str, int]
 
 #: The name of the actor that issues all work.
 HOST = "host"
+#: Where no caller is: the simulator's own files, and torch's.
+_NOT_CALLERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 class Order(str, Enum):
@@ -35,9 +38,9 @@ class Order(str, Enum):
     LAZY = "lazy"
     """As late as possible: only when the host waits for it."""
     COPY_FIRST = "copy_first"
-    """Copy streams as early as possible, the computing stream as late as possible."""
+    """Copy streams as early as possible, with what they wait for; the computing stream as late as possible."""
     COMPUTE_FIRST = "compute_first"
-    """The computing stream as early as possible, copy streams as late as possible."""
+    """The computing stream as early as possible, with what it waits for; copy streams as late as possible."""
     RANDOM = "random"
     """Some of what could run, chosen by a seed, after each piece of work is queued."""
 
@@ -57,7 +60,7 @@ class TimeModel:
 
 @attrs.frozen(kw_only=True)
 class Access:
-    """One access of memory: who (`actor`, its `tick`), what (`operation`), whether it writes, which bytes, from where."""
+    """One access of memory: whose (`actor`, its `tick`), what it does, whether it writes, which bytes, from where."""
 
     actor: str
     tick: int
@@ -268,14 +271,10 @@ class Machine:
                     return
                 self._step(self._random.choice(ready))
             return
-        early = [stream for stream in self.streams if stream.copies is (self.order is Order.COPY_FIRST)]
-        moved = True
-        while moved:
-            moved = False
-            for stream in early:
-                while self._ready(stream):
-                    self._step(stream)
-                    moved = True
+        # As early as allowed: what it waits for on another stream runs for its sake, and no more than that.
+        for stream in self.streams:
+            if stream.copies is (self.order is Order.COPY_FIRST):
+                self._drain(stream)
 
     # --- ordering --------------------------------------------------------------------------------------------------
 
@@ -355,7 +354,7 @@ def _place() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/simulated/" not in name and "/torch/" not in name:
+        if not name.startswith(_NOT_CALLERS):
             return f"{Path(name).name}:{frame.f_lineno}"
         if frame.f_back is None:
             break

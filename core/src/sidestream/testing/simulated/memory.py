@@ -20,9 +20,10 @@ class Chunk:
     def __init__(self, number: int, nbytes: int, stream: Stream) -> None:
         self.nbytes = nbytes
         self.stream = stream
-        self.bytes = torch.empty(nbytes + GRANULE, dtype=torch.uint8)
-        shift = -self.bytes.data_ptr() % GRANULE
-        self.bytes = self.bytes[shift : shift + nbytes]
+        with torch.inference_mode(False):
+            raw = torch.empty(nbytes + GRANULE, dtype=torch.uint8)
+            shift = -raw.data_ptr() % GRANULE
+            self.bytes = raw[shift : shift + nbytes]
         self.memory = Memory(f"device memory {number}")
 
 
@@ -100,7 +101,7 @@ class Allocator:
     def _recover(self) -> None:
         still = []
         for chunk, markers in self._waiting:
-            if all([self._machine.query(marker) for marker in markers]):
+            if all(self._machine.query(marker) for marker in markers):
                 self._poison(chunk, "freeing memory")
                 self._free.append(chunk)
             else:

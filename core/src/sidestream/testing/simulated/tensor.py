@@ -2,11 +2,11 @@
 
 Note: how an operation runs
 ---------------------------
-Its outputs' shapes and strides come from running it once on CPU tensors full of ones (meta tensors do not always agree
-with the CPU about strides, and strides choose kernels), and are remembered; their memory comes from the device's
+Its outputs' shapes and strides come from running it once on CPU tensors full of ones, and are remembered. (Meta tensors
+do not always agree with the CPU about strides, and strides choose kernels.) Their memory comes from the device's
 allocator. Then a closure that computes with the CPU's own kernel is queued on the current stream, so that the bits are
-the CPU's, and the host goes on. Views are made at once: they touch no bytes. An operation whose result the host needs (a number, a shape that
-depends on data) waits for the stream first, as on a real device.
+the CPU's, and the host goes on. Views are made at once: they touch no bytes. An operation whose result the host needs
+(a number, a shape that depends on data) waits for the stream first, as on a real device.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ class SimTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"SimTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -174,14 +176,15 @@ class _Dispatcher:
 
         return pytree.tree_map_only(torch.Tensor, wrap, result)
 
-    def in_place(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
-    ) -> Any:
+    def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SimTensor)]
         accesses = [(tensor, any(tensor is other for other in written)) for tensor in inputs]
         plain_args, plain_kwargs = _elems(args), _elems(kwargs)
         self.device.launch(
-            func._schema.name, lambda: _call(func, plain_args, plain_kwargs), accesses, self.seconds(func, args, kwargs, None)
+            func._schema.name,
+            lambda: _call(func, plain_args, plain_kwargs),
+            accesses,
+            self.seconds(func, args, kwargs, None),
         )
         out = [tensor for tensor in written if isinstance(tensor, SimTensor)]
         returns = len(func._schema.returns)
@@ -294,9 +297,7 @@ class _Dispatcher:
 
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and all(
-        result.alias_info is not None and not result.alias_info.is_write for result in returns
-    )
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -330,7 +331,7 @@ _known_shapes: dict[Any, Any] = {}
 
 
 def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of an operation as meta tensors with the shapes, strides and dtypes that the CPU gives them."""
+    """Return an operation's results as meta tensors with the shapes, strides and dtypes that the CPU gives."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     key = (func, spec, tuple(map(_described, leaves)))
     try:
@@ -388,11 +389,11 @@ def _nothing() -> None:
     return None
 
 
-class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):
+class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what the host's own operations do to memory that the device may be copying from or to."""
 
     def __init__(self, device: SimulatedAccelerator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
