@@ -255,7 +255,7 @@ def test_swapped_arguments_are_told_from_a_wrong_pipeline() -> None:
 @pytest.mark.parametrize("device", [None, "cuda:1", object()])
 def test_the_device_reaches_the_strategy_as_it_was_given(device: Any, tray: Any, pipe: dict[str, Any]) -> None:
     """Only a strategy knows what to make of it."""
-    sidestream.enable_offload(pipe, "tray", device=device)
+    sidestream.enable_offload(pipe, "tray", device=device).disable()
     [(config, given)] = tray.created
     assert given is device
     assert config.options == tray.Options()
@@ -409,6 +409,7 @@ def test_a_failing_observer_stops_neither_the_offload_nor_the_others(
     assert tray.notes[-1] == "after: host, True"
     assert "a broken dashboard" in caplog.text
     assert "<the dashboard>" in caplog.text
+    backend.disable()
 
 
 def test_an_observer_that_does_not_fit_is_refused_before_anything_is_touched(tray: Any, pipe: dict[str, Any]) -> None:
@@ -453,7 +454,8 @@ def test_none_moves_nothing_and_reports_zeros(pipe: Any, device: str) -> None:
 
 def test_none_without_a_device_and_without_weights() -> None:
     """There is nothing to say where it is."""
-    assert sidestream.enable_offload({}, "none").report().device == "unknown"
+    with sidestream.offload({}, "none") as backend:
+        assert backend.report().device == "unknown"
 
 
 # --- The listing --------------------------------------------------------------------------------------------

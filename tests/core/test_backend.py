@@ -116,6 +116,7 @@ def test_enabling_a_second_pipeline_is_refused() -> None:
     backend.enable(second)
     assert whole(first)
     assert not whole(second)
+    backend.disable()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
@@ -131,6 +132,7 @@ def test_a_failing_enable_leaves_the_pipeline_as_it_was(at: str, error: BaseExce
     backend.fail_enable_at = None
     backend.enable(pipeline)
     assert backend.enabled
+    backend.disable()
 
 
 def test_a_failing_enable_whose_undoing_fails_too_can_be_undone_later() -> None:
@@ -312,6 +314,7 @@ def test_two_threads_that_enable_at_once_wait_for_each_other() -> None:
         thread.join()
     assert len(refused) == 1
     assert sorted(whole(pipeline) for pipeline in pipelines) == [False, True]
+    backend.disable()
 
 
 def test_cleanup_runs_every_step_and_returns_the_first_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,25 +13,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
 import shlex
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-import sidestream
 from sidestream.api import resolve_config
 from sidestream.cli import main
-from sidestream.testing import toys
-from sidestream.testing.portrait import portrait
-from sidestream.testing.runtimes import WatchfulRuntime
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -184,97 +180,30 @@ def test_there_is_something_to_run() -> None:
         assert sum(block.language == language for block in ALL) >= least, language
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["shared memory", "memory of its own"])
-def test_the_strangers_strategy_is_found_by_its_string_and_keeps_every_bit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, separate: bool
-) -> None:
-    """The page's strategy on two DiTs, a poisoned device and late copies; with a failure and an edit."""
-    write_files(ROOT / "docs" / "writing-a-strategy.md", folder)
-    assert "one_by_one" in [info.name for info in sidestream.strategies() if info.problem is None]
-    stranger = importlib.import_module("acme_offload.backend")
-    make = partial(WatchfulRuntime, lazy=True, separate=separate)
-    monkeypatch.setattr(stranger, "open_runtime", make)
-    pipe, reference = toys.pipeline(second=True), toys.pipeline(second=True)
-    x = torch.ones(2, 16)
-    before, mine = portrait(pipe), pipe.transformer.turned.weight
-    settings = {"strategy": "one_by_one", "components": ["dit", "text_encoder", "vae"]}
-    inside: list[int] = []
-    with torch.no_grad(), sidestream.offload(pipe, settings, device="cpu") as backend:
-        for seed in range(2):
-            assert torch.equal(reference(toys.prompt(), seed=seed), pipe(toys.prompt(), seed=seed))
-
-        def interrupt(*args: Any) -> None:
-            assert pipe.transformer.turned.weight is not mine
-            inside.append(backend.report().device_bytes)
-            with pytest.raises(sidestream.BackendStateError, match="inside a forward of transformer"):
-                backend.disable()
-            raise KeyboardInterrupt
-
-        hook = pipe.transformer.blocks[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pipe.transformer(x, x)
-        with pytest.raises(KeyboardInterrupt):
-            pipe.transformer.blocks[1](x)
-        hook.remove()
-        pipe.load_state_dict(reference.state_dict())
-        for model in (pipe, reference):
-            model.transformer.turned.weight.data.mul_(2)
-        for seed in range(2):
-            assert torch.equal(reference(toys.prompt(), seed=seed), pipe(toys.prompt(), seed=seed))
-        assert torch.equal(reference.vae.decode(x), pipe.vae.decode(x))
-        assert pipe.transformer.turned.weight is mine
-        report = backend.report()
-    stays = sum(tensor.bytes for tensor in report.resident)
-    assert separate == bool(stays)
-    assert report.device_bytes == stays < min(inside)
-    sizes = [_size(pipe.transformer), _size(pipe.transformer_2)]
-    assert max(sizes) <= report.peak_device_bytes < sum(sizes)
-    assert report.moved_bytes > 0
-    assert backend.report().device_bytes == 0
-    assert before == portrait(pipe)
-    for name, value in reference.state_dict().items():
-        assert torch.equal(value, pipe.state_dict()[name]), name
+STRANGER = ROOT / "examples" / "third_party_backend"
+SOURCES = sorted(path for path in (STRANGER / "src").rglob("*.py") if path.name != "__init__.py")
 
 
-def test_the_strangers_strategy_refuses_what_it_cannot_do(folder: Path) -> None:
-    """A kind that is not there, gradients, a second owner, an odd tensor; small components stay."""
-    write_files(ROOT / "docs" / "writing-a-strategy.md", folder)
-    pipe = toys.pipeline()
-    before, x = portrait(pipe), torch.ones(2, 16)
-    missing = {"strategy": "one_by_one", "components": ["image_encoder"]}
-    with pytest.raises(sidestream.UnsupportedModelError, match="no image_encoder"):
-        sidestream.enable_offload(pipe, missing, device="cpu")
-    wrong = {"strategy": "one_by_one", "options": {"keep_below_mib": -1}}
-    with pytest.raises(sidestream.ConfigError, match=r"options\.keep_below_mib: -1 is out of bounds"):
-        sidestream.enable_offload(pipe, wrong, device="cpu")
-    with sidestream.offload(pipe, "one_by_one", device="cpu"):
-        with pytest.raises(sidestream.UnsupportedModelError, match="inference only"):
-            pipe.transformer(x.requires_grad_(), x)
-        with pytest.raises(sidestream.BackendStateError, match="offloaded already"):
-            sidestream.enable_offload(pipe, "model_level", device="cpu")
-    pipe.transformer.register_buffer("table", torch.ones(1, 16).expand(4, 16), persistent=False)
-    hook = pipe.transformer.blocks[1].register_forward_hook(_interrupt)
-    with torch.no_grad(), sidestream.offload(pipe, "one_by_one", device="cpu") as backend:
-        assert [tensor.name for tensor in backend.report().resident] == ["transformer.table"]
-        with pytest.raises(KeyboardInterrupt):
-            pipe.transformer.blocks[1](torch.ones(2, 16))
-        assert backend.report().device_bytes > 0
-    assert backend.report().device_bytes == 0
-    hook.remove()
-    del pipe.transformer.table
-    assert before == portrait(pipe)
-    keep = {"strategy": "one_by_one", "options": {"keep_below_mib": 1}}
-    with sidestream.offload(pipe, keep, device="cpu") as backend:
-        pipe(toys.prompt())
-        assert backend.report().moved_bytes == 0
-        assert {tensor.name for tensor in backend.report().resident} == {"text_encoder", "transformer", "vae"}
-    assert before == portrait(pipe)
+def test_the_page_about_strategies_is_the_strangers_package() -> None:
+    """Its files, word for word and all of them but its own tests and its README."""
+    shown = {block.file: block.text for block in blocks(ROOT / "docs" / "writing-a-strategy.md") if block.file}
+    files = [STRANGER / "pyproject.toml", *SOURCES, STRANGER / "tests" / "test_conformance.py"]
+    assert set(shown) == {str(path.relative_to(STRANGER)) for path in files}
+    for name, text in shown.items():
+        assert text == f"# {name}\n{(STRANGER / name).read_text(encoding='utf-8')}", f"{name} on the page is another"
 
 
-def _interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
+def test_the_strangers_package_is_small() -> None:
+    """Under 200 lines of code, without imports, comments and docstrings: what an author has to write and understand."""
+    assert 100 < sum(map(_lines_of_code, SOURCES)) < 200
 
 
-def _size(module: torch.nn.Module | None) -> int:
-    assert module is not None
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+def _lines_of_code(path: Path) -> int:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    code = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if docstring or isinstance(node, (ast.Import, ast.ImportFrom)):
+            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(code)

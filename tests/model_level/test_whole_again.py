@@ -87,6 +87,7 @@ def test_what_a_user_assigned_while_enabled_stays_the_users(start: Any) -> None:
         model.text_encoder.layers[0].low = model.text_encoder.layers[0].low.to(torch.float32).to(torch.bfloat16)
     assert torch.equal(reference(toys.prompt()), pipe(toys.prompt()))
     backend.disable()
+    assert not any(module._forward_pre_hooks for module in pipe.modules()), "a copied block kept a hook"
     assert pipe.transformer.turned.weight is weight
     assert pipe.vae.encoder is linear
     assert torch.equal(reference(toys.prompt()), pipe(toys.prompt()))

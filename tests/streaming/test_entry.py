@@ -129,6 +129,16 @@ def test_a_call_that_waited_while_the_gate_was_taken_away_goes_on_without(logged
     assert logged.log == []
 
 
+def test_a_wrapper_that_a_user_put_around_an_entrance_outlives_the_gate(logged: Logged) -> None:
+    """It calls the entrance, which must not ask the module what to call: that is the wrapper again."""
+    entrance: Any = logged.model.forward
+    logged.model.forward = lambda x: entrance(x) + 1
+    with_gate = logged.model(X)
+    logged.gate.detach()
+    assert torch.equal(with_gate, logged.model(X))
+    assert logged.log == ["open", "closed"]
+
+
 def test_owners_are_found_from_the_root_and_from_inside(logged: Logged) -> None:
     """Two strategies must see each other, whichever took the larger part."""
     assert gate_of(logged.model) is logged.gate

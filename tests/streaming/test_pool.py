@@ -111,6 +111,19 @@ def machine(root: Path, *, total_kib: int, v2: dict[str, str] | None = None, v1:
     return root
 
 
+def test_a_slab_whose_return_failed_can_be_given_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever cleans up calls again until it succeeds."""
+    pool, runtime = make_pool()
+    slab = pool.take(4096)
+    assert slab is not None
+    with monkeypatch.context() as planted:
+        planted.setattr(runtime.ledger, "pinned", lambda change: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.give_back(slab)
+    pool.give_back(slab)
+    assert (pool.pinned_bytes, runtime.ledger.pinned_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("v2", "v1", "expected"),
     [

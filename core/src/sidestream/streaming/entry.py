@@ -107,6 +107,7 @@ class Gate:
         """Take everything away again. Idempotent."""
         self.attached = False
         self._unhook()
+        _sweep(self.module)
         for method in self.methods:
             entrance = self.module.__dict__.get(method)
             if isinstance(entrance, Entrance) and entrance.gate is self:
@@ -216,8 +217,10 @@ class Entrance:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._before(args, kwargs):
-            # The gate was taken away while this call waited for its turn; the module knows what is right now.
-            return getattr(self.gate.module, self._name)(*args, **kwargs)
+            # The gate was taken away while this call waited for its turn, and another may have been put in its place.
+            # What else stands there now may be somebody's wrapper around this very entrance.
+            now = self.gate.module.__dict__.get(self._name)
+            return (now if isinstance(now, Entrance) and now is not self else self._method)(*args, **kwargs)
         try:
             return self._method(*args, **kwargs)
         finally:
@@ -320,6 +323,15 @@ def _busy(inside: dict[int, Gate]) -> Gate | None:
 
 
 _WAITING = Entrance._enter.__code__
+
+
+def _sweep(module: nn.Module) -> None:
+    """Take away what is left of a gate's hooks in a module that was copied, and put in, while a gate was there."""
+    for child in module.modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Inert)]:
+                del hooks[key]
+                child._forward_hooks_always_called.pop(key, None)
 
 
 def gate_of(module: nn.Module) -> Gate | None:

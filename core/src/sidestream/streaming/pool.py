@@ -144,9 +144,12 @@ class PinnedPool:
         return slab
 
     def give_back(self, slab: Slab) -> None:
-        """Free a slab that nothing uses any more."""
-        self.slabs.remove(slab)
+        """Free a slab that nothing uses any more. Does nothing if that was done: an interrupt may come in between."""
+        if slab not in self.slabs:
+            return
+        # In this order: if the first fails, the second has not been done, and both are done the next time.
         self._runtime.ledger.pinned(-slab.nbytes)
+        self.slabs.remove(slab)
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
         self._exhausted = True

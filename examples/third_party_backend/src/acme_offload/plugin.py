@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 class Options:
     """Options of `leaf_wise`."""
 
-    prefetch: bool = option(True, help="copy the next module's weights while the present one computes")
-    keep_below_mib: float = option(0.0, minimum=0, help="modules of fewer MiB (2**20 bytes) stay on the device")
     whole: frozenset[str] = option(
-        frozenset(),
-        help="names of classes whose forward reads the weights of modules inside without calling them",
+        frozenset(), help="names of module classes that read the weights of modules inside them without calling those"
     )
 
 
@@ -34,5 +31,4 @@ def create(config: OffloadConfig, device: torch.device | str | None) -> LeafWise
 @hookimpl
 def sidestream_strategies() -> list[Strategy]:
     """Offer `leaf_wise`."""
-    summary = "a module's weights are on the device only while that module computes"
-    return [Strategy(name="leaf_wise", summary=summary, options=Options, create=create)]
+    return [Strategy(name="leaf_wise", summary="modules take turns, one by one", options=Options, create=create)]

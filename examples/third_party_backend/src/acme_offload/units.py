@@ -1,69 +1,50 @@
-"""What moves: a component is divided into units, each a module that computes with the tensors that its forward reads."""
+"""What moves: a component is divided into units, each a module that computes with the tensors its forward reads."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from sidestream.discovery import Component
 from sidestream.streaming.entry import Gate
 from sidestream.streaming.image import Held, Image, Structure, collect
-from sidestream.streaming.placement import Resident
-from sidestream.streaming.runtime import Copy, WaitMeter
+from sidestream.streaming.runtime import Copy
 
 #: Modules that read the weights of modules inside them without calling those: torch's, and diffusers' by name.
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 WHOLE_NAMES = frozenset({"AttentionPooling", "FirDownsample2D", "FirUpsample2D", "VectorQuantizer"})
 
 
-class Group:
-    """One component: what of it stays on the device, its figures, the order of its units. `reason`: why it all stays."""
-
-    def __init__(self, name: str, module: nn.Module, component: Component | None, reason: str) -> None:
-        self.name, self.module, self.component, self.reason = name, module, component, reason
-        self.residents: list[Resident] = []
-        self.structure: Structure | None = None
-        self.came_from: torch.device | None = None
-        self.last: Unit | None = None
-        self.ahead: Unit | None = None
-        self.following: dict[Unit, Unit] = {}
-        self.streamed = self.fetches = self.late_fetches = self.moved_bytes = 0
-        self.meter = WaitMeter()
-
-    def tensors(self) -> list[Held]:
-        """Return its tensors but for the residents; of a module that is no component, only the module's own."""
-        found = _without(self.residents, collect(self.module, self.name))
-        return [held for held in found if self.component or held.places[0].module is self.module]
-
-
+@dataclass(eq=False)
 class Unit:
-    """One module that computes. `outer` is entered before it: who reads its tensors, too, or else the root."""
+    """A module that computes. `outer` is entered before it: who reads its tensors, too, or the component's root.
 
-    gate: Gate
+    `members` are the modules whose own tensors its forward reads; a root's `structure` is what the component held when
+    it was last looked at.
+    """
 
-    def __init__(self, group: Group, name: str, module: nn.Module) -> None:
-        self.group, self.name, self.module = group, name, module
-        self.outer: Unit | None = None
-        self.members: list[nn.Module] = []  # whose tensors its forward reads
-        self.image = Image([])
-        self.laid_out = self.inside = False
-        self.buffer: torch.Tensor | None = None
-        self.copy: Copy | None = None
+    name: str
+    module: nn.Module
+    outer: Unit | None = None
+    gate: Gate = field(init=False)
+    structure: Structure = field(init=False)
+    members: list[nn.Module] = field(default_factory=list)
+    image: Image | None = None
+    buffer: torch.Tensor | None = None
+    copy: Copy | None = None
+    inside: bool = False
 
-    def tensors(self) -> list[Held]:
-        """Return what its forward reads but for the residents; a tied tensor with the places in this unit alone."""
-        mine = {id(module) for module in self.members}
-        found = _without(self.group.residents, collect(self.module, self.name))
-        own = [Held(one.name, one.master, [place for place in one.places if id(place.module) in mine]) for one in found]
-        return [held for held in own if held.places]
-
-
-def _without(residents: list[Resident], tensors: list[Held]) -> list[Held]:
-    there = {id(resident.current) for resident in residents}
-    return [held for held in tensors if id(held.master) not in there]
+    def tensors(self, there: Collection[int]) -> list[Held]:
+        """Return what moves with this unit: not those in `there` (by `id`); of a tied tensor the places here alone."""
+        own = {id(module) for module in self.members}
+        found = [held for held in collect(self.module, self.name) if id(held.master) not in there]
+        found = [
+            Held(one.name, one.master, [place for place in one.places if id(place.module) in own]) for one in found
+        ]
+        return [held for held in found if held.places]
 
 
 def divide(root: nn.Module, name: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module, nn.Module, bool]]:
@@ -72,18 +53,15 @@ def divide(root: nn.Module, name: str, whole: Collection[str]) -> Iterator[tuple
     Most modules read their own. A `ParameterList` has no forward, a parametrization computes a weight of the module
     that it belongs to, and some modules read what lies inside them; `whole` names more classes of those.
     """
+    names = WHOLE_NAMES.union(whole)
     readers: dict[str, nn.Module] = {}
     serving: set[str] = set()
     for path, module in root.named_modules(prefix=name):
         parent = path.rpartition(".")[0]
-        above = None if module is root else readers[parent]
+        above = module if module is root else readers[parent]
         if parent in serving or isinstance(module, ParametrizationList):
             serving.add(path)
         passive = path in serving or type(module).forward is nn.Module.forward
-        readers[path] = module if above is None or not (passive or _is_whole(above, whole)) else above
-        yield path, module, readers[path], above is None or not passive
-
-
-def _is_whole(module: nn.Module, names: Collection[str]) -> bool:
-    classes = {base.__name__ for base in type(module).__mro__}
-    return isinstance(module, WHOLE) or not classes.isdisjoint(WHOLE_NAMES) or not classes.isdisjoint(names)
+        is_read = isinstance(above, WHOLE) or any(base.__name__ in names for base in type(above).__mro__)
+        readers[path] = above if passive or is_read else module
+        yield path, module, readers[path], module is root or not passive

@@ -19,12 +19,12 @@ pytest.register_assert_rewrite(
     *(f"{__name__}.{module}" for module in ("base", "computing", "holding", "resources", "worlds"))
 )
 
-from sidestream.testing.conformance.base import expected_to_fail
-from sidestream.testing.conformance.computing import ComputingClauses
-from sidestream.testing.conformance.holding import HoldingClauses
-from sidestream.testing.conformance.resources import ResourceClauses
-from sidestream.testing.conformance.running import Outcome, run_test
-from sidestream.testing.conformance.worlds import Place, world_names
+from sidestream.testing.conformance.base import expected_to_fail  # noqa: E402
+from sidestream.testing.conformance.computing import ComputingClauses  # noqa: E402
+from sidestream.testing.conformance.holding import HoldingClauses  # noqa: E402
+from sidestream.testing.conformance.resources import ResourceClauses  # noqa: E402
+from sidestream.testing.conformance.running import Outcome, run_test  # noqa: E402
+from sidestream.testing.conformance.worlds import Place, world_names  # noqa: E402
 
 
 class StrategyConformance(ComputingClauses, HoldingClauses, ResourceClauses):

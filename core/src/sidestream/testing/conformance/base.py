@@ -15,9 +15,10 @@ from torch import nn
 from sidestream.api import resolve_config
 from sidestream.backend import OffloadBackend
 from sidestream.config import OffloadConfig
+from sidestream.discovery import discover
 from sidestream.streaming.pool import align
 from sidestream.testing.conformance import models
-from sidestream.testing.conformance.worlds import FIXTURES, Place, open_world
+from sidestream.testing.conformance.worlds import FIXTURES, Place, open_world, sim_worlds
 
 _KIT = __name__.rpartition(".")[0]
 
@@ -37,6 +38,10 @@ class Conformance:
     options: ClassVar[Mapping[str, Any]] = {}
     #: Other fields of `OffloadConfig`, for instance `{"components": {"dit", "text_encoder"}}`.
     settings: ClassVar[Mapping[str, Any]] = {}
+
+    #: False takes one order of the simulated accelerator, and only where it matters most: for a further configuration
+    #: of a strategy that another suite tries under all of them.
+    thorough: ClassVar[bool] = True
 
     def options_for(self, pipe: nn.Module) -> Mapping[str, Any]:
         """Return the options for this model: for those that depend on its size, such as a budget."""
@@ -70,11 +75,16 @@ class Conformance:
     # --- For the tests ------------------------------------------------------------------------------------------------
 
     def config_for(self, pipe: nn.Module, **changes: Any) -> OffloadConfig:
-        """Return the configuration for a model; `changes` go over `settings`."""
+        """Return the configuration for a model; `changes` go over `settings`.
+
+        Of the component kinds in `settings` a small model has not all; those that it lacks are left out.
+        """
         settings = {**self.settings, **changes}
         components = settings.get("components")
         if components is not None:
-            settings["components"] = frozenset(components)
+            found = {component.kind.value for component in discover(pipe)}
+            selected = frozenset(components)
+            settings["components"] = selected if "components" in changes else selected & found
         return OffloadConfig(self.strategy, options=dict(self.options_for(pipe)), **settings)
 
     def start(self, place: Place, pipe: nn.Module, **changes: Any) -> OffloadBackend:
@@ -100,7 +110,7 @@ class Conformance:
         """Disable, and prove that the device memory that was used was freed."""
         used = place.watches and place.copied_bytes > 0
         backend.disable()
-        place.synchronize()
+        place.settle()
         if used:
             assert place.poisoned > 0, "no device buffer was ever freed, so none was poisoned"
 
@@ -110,7 +120,7 @@ class Conformance:
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith(_KIT):
             return
-        for name in ("test_no_test_of_the_kit_was_taken_out", "pytest_generate_tests"):
+        for name in ("test_no_test_of_the_kit_was_taken_out", "pytest_generate_tests", "worlds_of"):
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} belongs to the kit and cannot be overridden")
 
@@ -121,9 +131,17 @@ class Conformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test in the worlds that its fixture stands for."""
-        for fixture, names in FIXTURES.items():
-            if fixture in metafunc.fixturenames:
-                metafunc.parametrize(fixture, names(), indirect=True)
+        for fixture in FIXTURES.keys() & set(metafunc.fixturenames):
+            metafunc.parametrize(fixture, self.worlds_of(fixture), indirect=True)
+
+    @classmethod
+    def worlds_of(cls, fixture: str) -> tuple[str, ...]:
+        """Return the names of the worlds that a fixture stands for."""
+        names, orders = FIXTURES[fixture](), sim_worlds()
+        if cls.thorough:
+            return names
+        left_out = orders[1:] if fixture in ("place", "sim") else orders
+        return tuple(name for name in names if name not in left_out)
 
     @pytest.fixture
     def place(self, request: pytest.FixtureRequest) -> Any:
@@ -140,6 +158,18 @@ class Conformance:
     @pytest.fixture
     def one(self, request: pytest.FixtureRequest) -> Any:
         """One world of each kind of memory in turn."""
+        with open_world(request.param) as place:
+            yield place
+
+    @pytest.fixture
+    def host(self, request: pytest.FixtureRequest) -> Any:
+        """One world of the CPU with memory that is the host's, and one with memory of its own."""
+        with open_world(request.param) as place:
+            yield place
+
+    @pytest.fixture
+    def sim(self, request: pytest.FixtureRequest) -> Any:
+        """One world of the simulated accelerator, if it is there."""
         with open_world(request.param) as place:
             yield place
 
@@ -185,7 +215,7 @@ def _is_kit(cls: type) -> bool:
 def expected_to_fail(test: F, *, reason: str) -> F:
     """Return a test of the kit that is expected to fail, with its parameters; for the body of a suite.
 
-        test_clause_11_... = expected_to_fail(StrategyConformance.test_clause_11_..., reason="one thread only: #12")
+    test_clause_11_... = expected_to_fail(StrategyConformance.test_clause_11_..., reason="one thread only: #12")
     """
     if not reason.strip():
         raise ValueError("say why the test is expected to fail")

@@ -46,14 +46,16 @@ class ComputingClauses(Conformance):
         """Two DiTs, an encoder and a VAE; freed memory is poisoned between the requests."""
         pipe, reference = models.pipeline(), place.resident(models.pipeline())
         backend = self.start(place, pipe)
-        for seed in range(4):
+        for seed in range(3 if isinstance(place, CpuPlace) else 2):
             assert_same(request(place, reference, seed=seed), request(place, pipe, seed=seed), f"request {seed}")
         self.assert_moved(place, backend)
         self.end(place, backend)
-        assert_same(request(place, reference, seed=9), request(place, place.resident(pipe), seed=9), "after disable()")
+        if isinstance(place, CpuPlace):
+            assert_same(request(place, reference, seed=9), request(place, pipe, seed=9), "after disable()")
 
     def test_clause_01_same_bits_under_inference_mode_and_no_grad_in_turn(self, one: Place) -> None:
         """A buffer that is born in inference mode refuses later writes."""
+        one.needs("views in inference mode")
         pipe, reference = models.pipeline(), one.resident(models.pipeline())
         with torch.inference_mode():
             backend = self.start(one, pipe)
@@ -66,6 +68,8 @@ class ComputingClauses(Conformance):
     @pytest.mark.parametrize("kind", ["lstm", "gru", "attention", "every dtype"])
     def test_clause_01_same_bits_for_modules_with_habits_of_their_own(self, one: Place, kind: str) -> None:
         """Recurrent modules list their weights themselves; attention reads a child's weight without calling it."""
+        if kind in ("lstm", "gru"):
+            one.needs("recurrent kernels")
         attention = functools.partial(nn.TransformerDecoderLayer, models.WIDTH, 2, 32, batch_first=True, dropout=0.0)
         blocks: dict[str, list[Callable[[], nn.Module]]] = {
             "lstm": [functools.partial(models.Recurrent, nn.LSTM)] * 2,
@@ -96,58 +100,53 @@ class ComputingClauses(Conformance):
 
     # --- 4: never half ------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-    def test_clause_04_an_exception_anywhere_leaves_weights_whole_and_the_next_call_right(
-        self, one: Place, error: type[BaseException]
-    ) -> None:
+    def test_clause_04_an_exception_anywhere_leaves_weights_whole_and_the_next_call_right(self, one: Place) -> None:
         """One failed request must not make all later ones fail; nor what is read, saved or edited before them."""
-        for where in ("text_encoder.layers.1", "transformer.blocks.1.low", "transformer.turned", "vae.decoder.1"):
-            pipe, reference = models.pipeline(), one.resident(models.pipeline())
+        places = ["transformer.blocks.1.low", "transformer.turned", "text_encoder.layers.1", "vae.decoder.1"]
+        for where in places if isinstance(one, CpuPlace) else places[:1]:
+            pipe, reference = models.small(), one.resident(models.small())
             masters = dict(pipe.named_parameters())
             backend = self.start(one, pipe)
             held = dict(pipe.named_parameters())
-            for model in (reference, pipe):
-                take_away = Fault(where, error).plant(model)
-                with pytest.raises(error, match="planted"):
-                    request(one, model)
-                take_away()
-            self._assert_whole_after_a_failure(one, backend, pipe, reference, held, f"{error.__name__} in {where}")
+            for error in ERRORS:
+                for model in (reference, pipe):
+                    take_away = Fault(where, error).plant(model)
+                    with pytest.raises(error, match="planted"):
+                        request(one, model)
+                    take_away()
+                self._assert_whole_after_a_failure(one, pipe, reference, held, f"{error.__name__} in {where}")
+            self.assert_moved(one, backend)
             self.end(one, backend)
             assert all(parameter is masters[name] for name, parameter in pipe.named_parameters())
 
-    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-    def test_clause_04_an_exception_in_a_block_that_was_called_directly(
-        self, one: Place, error: type[BaseException]
-    ) -> None:
+    def test_clause_04_an_exception_in_a_block_that_was_called_directly(self, one: Place) -> None:
         """No forward hook is told of a KeyboardInterrupt; whoever comes next finds out."""
-        pipe, reference = models.pipeline(), one.resident(models.pipeline())
+        pipe, reference = models.small(), one.resident(models.small())
         backend = self.start(one, pipe)
         held = dict(pipe.named_parameters())
         hooks = _count_hooks(pipe)
-        for model in (reference, pipe):
-            take_away = Fault("transformer.blocks.0.low", error).plant(model)
-            with pytest.raises(error, match="planted"):
-                model.transformer.blocks[0](numbers(one))
-            take_away()
-        # The next call is what finds out here, so it comes before the weights are looked at.
-        assert_same(request(one, reference), request(one, pipe), f"the call after {error.__name__}")
-        self._assert_whole_after_a_failure(one, backend, pipe, reference, held, f"{error.__name__} in a block")
-        assert _count_hooks(pipe) == hooks, "hooks were left behind"
+        for error in ERRORS:
+            for model in (reference, pipe):
+                take_away = Fault("transformer.blocks.0.low", error).plant(model)
+                with pytest.raises(error, match="planted"):
+                    model.transformer.blocks[0](numbers(one))
+                take_away()
+            # The next call is what finds out here, so it comes before the weights are looked at.
+            assert_same(request(one, reference), request(one, pipe), f"the call after {error.__name__}")
+            self._assert_whole_after_a_failure(one, pipe, reference, held, f"{error.__name__} in a block")
+            assert _count_hooks(pipe) == hooks, f"hooks were left behind by {error.__name__}"
+        self.assert_moved(one, backend)
         self.end(one, backend)
 
     def _assert_whole_after_a_failure(
-        self, place: Place, backend: Any, pipe: Any, reference: Any, held: dict[str, nn.Parameter], what: str
+        self, place: Place, pipe: Any, reference: Any, held: dict[str, nn.Parameter], what: str
     ) -> None:
         changed = [name for name, parameter in pipe.named_parameters() if parameter is not held[name]]
         assert not changed, f"{what}: the model holds other objects than before, {changed[0]} among {len(changed)}"
         assert_same_state(reference, pipe, f"right after {what}")
         for model in (pipe, reference):
             model.transformer.turned.weight.add_(0.5)
-        for seed in range(2):
-            assert_same(
-                request(place, reference, seed=seed), request(place, pipe, seed=seed), f"request {seed} after {what}"
-            )
-        self.assert_moved(place, backend)
+        assert_same(request(place, reference), request(place, pipe), f"the request after {what} and an edit")
 
     # --- 5: order does not matter -------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class ComputingClauses(Conformance):
         """Caches and feedback make a schedule's guess wrong; wrong guesses cost time, never bits."""
         pipe, reference = models.of(models.Wanderer), place.resident(models.of(models.Wanderer))
         backend = self.start(place, pipe)
-        orders = [(0, 1, 2), (0, 2), (2, 1, 0), (1, 1, 1), (), (2,), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2)]
+        orders = [(0, 1, 2), (0, 2), (2, 1, 0), (1, 1, 1), (), (0, 1, 2, 0, 1), (1, 0)]
         for seed, order in enumerate(orders):
             x = numbers(place, seed=seed)
             with HostWatch(place, pipe, backend) as watch:
@@ -183,7 +182,7 @@ class ComputingClauses(Conformance):
             ("transformer.blocks.1", lambda p: p.transformer.blocks[1](x)),
             ("transformer.blocks.1.up", lambda p: p.transformer.blocks[1].up(x)),
         ]
-        for name, way in (*ways, *reversed(ways), *random.Random(0).choices(ways, k=20)):
+        for name, way in (*ways, *reversed(ways), *random.Random(0).choices(ways, k=6)):
             with HostWatch(one, pipe, backend) as watch:
                 output = way(pipe)
             assert_same(way(reference), output, name)
@@ -209,13 +208,13 @@ class ComputingClauses(Conformance):
 
     def test_clause_08_nothing_is_read_before_its_copy_or_written_before_its_last_reader(self, place: Place) -> None:
         """Copies run as late or as early as they may, in each of the device's orders; no copy meets a reader."""
-        pipe, reference = models.pipeline(steps=4), place.resident(models.pipeline(steps=4))
+        pipe, reference = models.pipeline(), place.resident(models.pipeline())
         backend = self.start(place, pipe)
         outputs = []
-        for seed in range(3):
+        for seed in range(2):
             # Nothing is read back in between: the second request is queued while the first one runs.
             outputs.append(pipe(place.to(models.words()), seed=seed))
-        place.synchronize()
+        place.settle()
         for seed, output in enumerate(outputs):
             assert_same(request(place, reference, seed=seed), output, f"request {seed} in {place.name}")
         self.assert_moved(place, backend)
@@ -284,7 +283,7 @@ class ComputingClauses(Conformance):
         def use(offset: int) -> BaseException | None:
             for turn in range(9):
                 seed = (turn + offset) % 3
-                output = _attempt(lambda seed=seed: pipe(models.words(), seed=seed))
+                output = _attempt(functools.partial(pipe, models.words(), seed=seed))
                 if not isinstance(output, OffloadError):
                     assert_same(expected[seed], output, f"turn {turn}")
                     right.append(seed)
@@ -311,6 +310,9 @@ class ComputingClauses(Conformance):
         if failures:
             raise failures[0]
         assert right, "every call was refused"
+        if not backend.is_enabled():
+            backend.enable(pipe)
+        assert_same(expected[0], request(cpu, pipe), "the call after all threads")  # and the proof starts afresh
         self.assert_moved(cpu, backend)
 
 
@@ -367,5 +369,3 @@ def _run(*threads: threading.Thread, started: int) -> None:
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive(), "a thread never came back: a deadlock"
-
-

@@ -30,7 +30,7 @@ from sidestream.testing.conformance.worlds import CpuPlace, Place
 from sidestream.testing.portrait import portrait
 
 #: At how many calls inside `enable` and `disable` a failure is planted.
-POINTS = 16
+POINTS = 7
 
 
 class HoldingClauses(Conformance):
@@ -38,31 +38,31 @@ class HoldingClauses(Conformance):
 
     # --- 2: whole again -----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("requests", [0, 2])
-    def test_clause_02_objects_layouts_ties_hooks_and_classes_are_as_before(self, place: Place, requests: int) -> None:
+    @pytest.mark.parametrize("requests", [0, 1])
+    def test_clause_02_objects_layouts_ties_hooks_and_classes_are_as_before(self, one: Place, requests: int) -> None:
         """In ordinary memory of their own: a tensor that is saved carries its own bytes only."""
-        pipe, reference = models.pipeline(), place.resident(models.pipeline())
+        pipe, reference = models.pipeline(), one.resident(models.pipeline())
         before = portrait(pipe)
-        backend = self.start(place, pipe)
+        backend = self.start(one, pipe)
         for seed in range(requests):
-            assert_same(request(place, reference, seed=seed), request(place, pipe, seed=seed), f"request {seed}")
+            assert_same(request(one, reference, seed=seed), request(one, pipe, seed=seed), f"request {seed}")
         if requests:
-            self.assert_moved(place, backend)
+            self.assert_moved(one, backend)
         backend.disable()
-        place.synchronize()
+        one.settle()
         _assert_portrait(before, portrait(pipe), "after disable()")
         assert_same_state(reference, pipe, "after disable()")
         assert pipe.transformer.head.weight is pipe.transformer.embed.weight
         for name, tensor in pipe.state_dict().items():
             own = tensor.untyped_storage().nbytes()
             assert own == tensor.nbytes, f"{name} has {tensor.nbytes} bytes and drags {own} along"
-            assert not place.holds_pinned(tensor), f"{name} still lies in page-locked memory"
+            assert not one.holds_pinned(tensor), f"{name} still lies in page-locked memory"
 
     def test_clause_02_buffers_that_a_forward_wrote_stay_written(self, place: Place) -> None:
         """Counters, and running means, which are written by kernels that count no version."""
-        pipe, reference = models.pipeline(), place.resident(models.pipeline())
+        pipe, reference = models.small(), place.resident(models.small())
         backend = self.start(place, pipe)
-        for seed in range(3):
+        for seed in range(2):
             request(place, pipe, seed=seed)
             request(place, reference, seed=seed)
         self.assert_moved(place, backend)
@@ -70,19 +70,19 @@ class HoldingClauses(Conformance):
             for name, buffer in reference.named_buffers():
                 assert_same(buffer, pipe.get_buffer(name), f"{name} {when}")
             backend.disable()
-        assert int(pipe.vae.post_quant.num_batches_tracked) == 3
+        assert int(pipe.get_buffer("vae.post_quant.num_batches_tracked")) == 2
 
-    def test_clause_02_a_model_built_in_inference_mode_comes_back_as_it_was(self, cpu: CpuPlace) -> None:
+    def test_clause_02_a_model_built_in_inference_mode_comes_back_as_it_was(self, host: CpuPlace) -> None:
         """Giving such a parameter other memory must not turn it into a normal one."""
         with torch.inference_mode():
             pipe, reference = models.pipeline(), models.pipeline()
         before = portrait(pipe)
         assert all(parameter.is_inference() for parameter in pipe.parameters())
-        backend = self.start(cpu, pipe)
+        backend = self.start(host, pipe)
         with torch.inference_mode():
-            assert_same(request(cpu, reference), request(cpu, pipe), "a model built in inference mode")
-        self.assert_moved(cpu, backend)
-        self.end(cpu, backend)
+            assert_same(request(host, reference), request(host, pipe), "a model built in inference mode")
+        self.assert_moved(host, backend)
+        self.end(host, backend)
         _assert_portrait(before, portrait(pipe), "after disable()")
 
     def test_clause_02_what_a_user_put_in_meanwhile_stays_the_users(self, one: Place) -> None:
@@ -108,15 +108,15 @@ class HoldingClauses(Conformance):
 
     @pytest.mark.parametrize("error", [Planted, KeyboardInterrupt], ids=lambda error: error.__name__)
     def test_clause_03_an_enable_that_fails_anywhere_leaves_the_model_as_it_was(
-        self, cpu: CpuPlace, error: type[BaseException]
+        self, host: CpuPlace, error: type[BaseException]
     ) -> None:
         """A failure is planted at one call after the other, all the way through; a second try works."""
-        expected = request(cpu, models.pipeline())
+        expected = request(host, models.pipeline())
 
         def attempt(pipe: Any, backend: OffloadBackend) -> None:
             backend.enable(pipe)
 
-        for nth, where in self._planted(cpu, error, attempt, prepare=lambda pipe, backend: None):
+        for nth, where in self._planted(host, error, attempt, prepare=lambda pipe, backend: None):
             pipe, backend, before, raised = where
             if not raised:
                 continue
@@ -125,25 +125,25 @@ class HoldingClauses(Conformance):
                 backend.disable()
             assert not backend.enabled, what
             _assert_portrait(before, portrait(pipe), what)
-            again = self.start(cpu, pipe)
-            assert_same(expected, request(cpu, pipe), f"the next try after {what}")
-            self.assert_moved(cpu, again)
+            again = self.start(host, pipe)
+            assert_same(expected, request(host, pipe), f"the next try after {what}")
+            self.assert_moved(host, again)
             again.disable()
 
-    def test_clause_03_a_disable_that_fails_can_be_called_until_it_succeeds(self, cpu: CpuPlace) -> None:
+    def test_clause_03_a_disable_that_fails_can_be_called_until_it_succeeds(self, host: CpuPlace) -> None:
         """Nothing is forgotten before it is done."""
 
         def prepare(pipe: Any, backend: OffloadBackend) -> None:
             backend.enable(pipe)
-            request(cpu, pipe)
-            self.assert_moved(cpu, backend)
+            request(host, pipe)
+            self.assert_moved(host, backend)
 
         def attempt(pipe: Any, backend: OffloadBackend) -> None:
             backend.disable()
 
         reference = models.pipeline()
-        request(cpu, reference)
-        for nth, where in self._planted(cpu, Planted, attempt, prepare=prepare):
+        request(host, reference)
+        for nth, where in self._planted(host, Planted, attempt, prepare=prepare):
             pipe, backend, before, raised = where
             what = f"a failure at call {nth} of disable(), in {raised}"
             for _ in range(3):
@@ -175,7 +175,8 @@ class HoldingClauses(Conformance):
                 try:
                     attempt(pipe, backend)
                 except error as caught:
-                    assert "planted" in str(caught), caught
+                    if "planted" not in str(caught):
+                        raise
             if point:
                 yield nth, (pipe, backend, before, calls[-1] if len(calls) >= nth else "")
             else:
@@ -206,9 +207,7 @@ class HoldingClauses(Conformance):
         self.assert_moved(one, backend)
 
     @pytest.mark.parametrize("kind", ["weights without values", "a kind that is not there"])
-    def test_clause_03_what_cannot_be_offloaded_is_refused_before_anything_changes(
-        self, one: Place, kind: str
-    ) -> None:
+    def test_clause_03_what_cannot_be_offloaded_is_refused_before_anything_changes(self, one: Place, kind: str) -> None:
         """The error names it."""
         pipe, changes, text = models.pipeline(), {}, "image_encoder"
         if kind == "weights without values":
@@ -225,13 +224,14 @@ class HoldingClauses(Conformance):
 
     def test_clause_07_between_calls_names_values_dtypes_and_files_are_the_plain_models(self, place: Place) -> None:
         """Also right after a request, while bytes are still on the device."""
-        pipe, reference = models.pipeline(), place.resident(models.pipeline())
+        pipe, reference = models.small(), place.resident(models.small())
         backend = self.start(place, pipe)
         held = [id(parameter) for parameter in pipe.parameters()]
+        names = [name for name, _ in models.small().named_parameters()]
         for seed in range(2):
             assert_same(request(place, reference, seed=seed), request(place, pipe, seed=seed), f"request {seed}")
             assert_same_state(reference, pipe, f"after request {seed}")
-            assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in reference.named_parameters()]
+            assert [name for name, _ in pipe.named_parameters()] == names
             assert held == [id(parameter) for parameter in pipe.parameters()], "other objects than before the request"
         self.assert_moved(place, backend)
         for name, tensor in pipe.state_dict().items():
@@ -248,21 +248,21 @@ class HoldingClauses(Conformance):
         self, one: Place, edit: str
     ) -> None:
         """Whichever way it is made; `.data` moves no version counter, and a merge that vanishes is not noticed."""
-        pipe, reference = models.pipeline(), one.resident(models.pipeline())
+        if edit in models.ASSIGN_DATA:
+            one.needs("assignment to .data")
+        pipe, reference = models.small(), one.resident(models.small())
         backend = self.start(one, pipe)
         request(one, pipe)
         request(one, reference)
-        models.EDITS[edit](pipe, models.pipeline(seed=8))
-        models.EDITS[edit](reference, one.resident(models.pipeline(seed=8)))
-        for seed in (1, 2):
+        models.EDITS[edit](pipe, models.small(seed=8))
+        models.EDITS[edit](reference, one.resident(models.small(seed=8)))
+        for seed in (1, 2) if isinstance(one, CpuPlace) else (1,):
             assert_same(
                 request(one, reference, seed=seed), request(one, pipe, seed=seed), f"request {seed} after {edit}"
             )
         self.assert_moved(one, backend)
         self.end(one, backend)
         assert_same_state(reference, pipe, f"after {edit} and disable()")
-        back = one.resident(pipe)
-        assert_same(request(one, reference, seed=3), request(one, back, seed=3), f"after {edit} and disable()")
 
     def test_clause_07_refresh_takes_even_the_smallest_edit(self, one: Place) -> None:
         """One element through `.data` may slip between the samples of a block that stays on the device."""
@@ -272,28 +272,28 @@ class HoldingClauses(Conformance):
         x = numbers(one, 2, 256)
         assert_same(reference(x), pipe(x), "before the edit")
         for model in (pipe, reference):
-            model.transformer.blocks[1].weight.data[100, 100] += 1
+            model.get_parameter("transformer.blocks.1.weight").data[100, 100] += 1
         backend.refresh()
         assert_same(reference(x), pipe(x), "after refresh()")
         self.assert_moved(one, backend)
 
     @pytest.mark.parametrize("when", ["while", "after"])
-    def test_clause_07_a_model_pickles_and_copies_while_offloaded_and_after(self, cpu: CpuPlace, when: str) -> None:
+    def test_clause_07_a_model_pickles_and_copies_while_offloaded_and_after(self, host: CpuPlace, when: str) -> None:
         """A copy owns its weights and drives nobody's backend."""
         pipe, reference = models.pipeline(), models.pipeline()
-        backend = self.start(cpu, pipe)
+        backend = self.start(host, pipe)
         for model in (pipe, reference):
-            request(cpu, model)
-        self.assert_moved(cpu, backend)
+            request(host, model)
+        self.assert_moved(host, backend)
         if when == "after":
             backend.disable()
-        moved = cpu.copied_bytes
+        moved = host.copied_bytes
         for twin in (pickle.loads(pickle.dumps(pipe)), copy.deepcopy(pipe)):
             assert_same_state(reference, twin, "a copy of the model")
-            assert_same(request(cpu, copy.deepcopy(reference)), request(cpu, twin), "a copy of the model")
+            assert_same(request(host, copy.deepcopy(reference)), request(host, twin), "a copy of the model")
             assert twin.transformer.embed.weight is twin.transformer.head.weight
             assert twin.transformer.embed.weight.data_ptr() != pipe.transformer.embed.weight.data_ptr()
-        assert cpu.copied_bytes == moved, "the copy drove the original's backend"
+        assert host.copied_bytes == moved, "the copy drove the original's backend"
 
     @pytest.mark.parametrize("kind", ["slice", "expanded", "shared memory"])
     def test_clause_07_a_tensor_that_cannot_move_stays_and_is_named_and_by_name_is_refused(
@@ -302,7 +302,7 @@ class HoldingClauses(Conformance):
         """Or it can be moved after all: then it is right."""
         pipe, reference = (_with_odd_tensor(models.of(models.Wanderer), kind) for _ in range(2))
         reference = one.resident(reference)
-        backend = self.start(one, pipe)
+        backend = self.start(one, pipe, components=None)
         x = numbers(one)
         for _ in range(2):
             assert_same(reference(x, x), pipe(x, x), kind)
@@ -350,11 +350,30 @@ def _assert_portrait(before: dict[str, Any], after: dict[str, Any], what: str) -
     different = [key for key in before.keys() & after.keys() if before[key] != after[key]]
     if not (missing or new or different):
         return
-    lines = [f"{what} the model is not as before"]
-    lines += [f"missing: {key}" for key in missing[:3]] + [f"new: {key}" for key in new[:3]]
-    lines += [f"{key}: was {before[key]}, is {after[key]}" for key in sorted(different)[:3]]
+    lines = [f"{what} the model is not as before:"]
+    lines += [f"{key} is missing" for key in missing[:3]] + [f"{key} is new" for key in new[:3]]
+    lines += [f"{key}: {_difference(before[key], after[key])}" for key in sorted(different)[:3]]
     count = len(missing) + len(new) + len(different)
     pytest.fail("\n".join([*lines, f"{count} differences in all"]))
+
+
+#: What a portrait says of a tensor, in this order.
+_OF_A_TENSOR = (
+    "object", "class", "dtype", "shape", "stride", "requires_grad", "is_inference", "device", "attributes",
+)  # fmt: skip
+
+
+def _difference(was: Any, now: Any) -> str:
+    if isinstance(was, list) and isinstance(now, list):
+        return f"lost {[item for item in was if item not in now]}, gained {[item for item in now if item not in was]}"
+    if isinstance(was, tuple) and isinstance(now, tuple):
+        fields = zip(_OF_A_TENSOR, was, now, strict=True)
+        return ", ".join(
+            "another object" if name == "object" else f"{name} was {old}, is {new}"
+            for name, old, new in fields
+            if old != new
+        )
+    return f"was {was}, is {now}"
 
 
 def _finish(backend: OffloadBackend, what: str) -> None:
@@ -391,7 +410,8 @@ def _failing_at(nth: int, error: type[BaseException], package: str) -> Iterator[
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in (package, "sidestream") or module.startswith(_NOT_THE_STRATEGYS):
             return
-        calls.append(f"{module}.{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}")
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # the first from Python 3.11 on
+        calls.append(f"{module}.{name}")
         if len(calls) == nth:
             sys.setprofile(None)
             raise error("planted")
@@ -401,5 +421,3 @@ def _failing_at(nth: int, error: type[BaseException], package: str) -> Iterator[
         yield calls
     finally:
         sys.setprofile(before)
-
-

@@ -127,10 +127,15 @@ def _seeded(make: Callable[[], nn.Module], seed: int) -> Any:
         return make().requires_grad_(False)
 
 
-def pipeline(*, seed: int = 0, second: bool = True, steps: int = 3) -> Pipeline:
+def pipeline(*, seed: int = 0, second: bool = True, steps: int = 2) -> Pipeline:
     """Return a :class:`Pipeline`, two DiTs unless told otherwise; equal seeds give equal weights."""
     made: Pipeline = _seeded(lambda: Pipeline(second=second, steps=steps), seed)
     return made
+
+
+def small(*, seed: int = 0) -> Pipeline:
+    """Return a :class:`Pipeline` with one DiT that is called once."""
+    return pipeline(seed=seed, second=False, steps=1)
 
 
 def lone(*blocks: Callable[[], nn.Module], seed: int = 0) -> Lone:
@@ -184,16 +189,19 @@ def _add_in_place(pipe: Pipeline, other: Pipeline) -> None:
 
 
 def _add_through_data(pipe: Pipeline, other: Pipeline) -> None:
-    pipe.transformer.blocks[1].up.weight.data += 0.25  # type: ignore[union-attr, operator]
+    block: Any = pipe.transformer.blocks[1]
+    block.up.weight.data += 0.25
 
 
 def _give_other_data(pipe: Pipeline, other: Pipeline) -> None:
-    weight: Any = pipe.transformer.blocks[0].down.weight
+    block: Any = pipe.transformer.blocks[0]
+    weight = block.down.weight
     weight.data = torch.full_like(weight, 0.01)
 
 
 def _write_with_numpy(pipe: Pipeline, other: Pipeline) -> None:
-    weight: Any = pipe.transformer.blocks[0].down.weight
+    block: Any = pipe.transformer.blocks[0]
+    weight = block.down.weight
     if weight.device.type == "cpu":
         weight.numpy()[:] = 0.5
     else:
@@ -257,7 +265,8 @@ def _add_late(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_bias(pipe: Pipeline, other: Pipeline) -> None:
-    pipe.transformer.turned.bias = None
+    turned: Any = pipe.transformer.turned
+    turned.bias = None
 
 
 def _change_buffer(pipe: Pipeline, other: Pipeline) -> None:
@@ -276,7 +285,7 @@ def _remember(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
 
 
 def _change_layout(pipe: Pipeline, other: Pipeline) -> None:
-    pipe.transformer.mix.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    pipe.transformer.mix.to(memory_format=torch.contiguous_format)
     pipe.transformer.turned.weight.data = pipe.transformer.turned.weight.data.t()
 
 
@@ -284,6 +293,9 @@ def _edit_in_inference_mode(pipe: Pipeline, other: Pipeline) -> None:
     with torch.inference_mode():
         pipe.transformer.turned.bias.mul_(1.5)
 
+
+#: Those that give a parameter other data under its own name.
+ASSIGN_DATA = frozenset({"cast", "change_layout", "give_other_data"})
 
 #: By name: called with a pipeline and another one, of other weights and on the same device.
 EDITS: dict[str, Callable[[Pipeline, Pipeline], None]] = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import re
 import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import torch
 from torch import nn
 
 from sidestream.backend import BackendState
-from sidestream.errors import OffloadError, OffloadWarning
+from sidestream.errors import OffloadError, OffloadWarning, PinError
 from sidestream.testing.conformance import models
 from sidestream.testing.conformance.base import (
     Conformance,
     all_bytes,
     assert_same,
     assert_same_state,
+    distinct,
     numbers,
     request,
 )
@@ -73,27 +76,19 @@ class ResourceClauses(Conformance):
                 self.assert_moved(cpu, backend)
                 self.end(cpu, backend)
 
-    def test_clause_06_weights_on_the_simulated_device_stay_within_the_limit(self, place: Place) -> None:
-        """Seen from the device, which cannot be told stories. What the resident model needs beside weights is added."""
-        if isinstance(place, CpuPlace):
-            pytest.skip("the CPU's ledger counts what the runtime is asked for; see the tests above")
-        pipe = models.pipeline()
-        resident = place.resident(models.pipeline())
-        place.synchronize()
-        weights = place.device_bytes
-        expected = [request(place, resident, seed=seed) for seed in range(2)]
-        activations = place.peak_device_bytes - weights
-        del resident
-        gc.collect()
-        backend = self.start(place, pipe)
-        for seed in range(2):
-            assert_same(expected[seed], request(place, pipe, seed=seed), f"request {seed}")
-        self.assert_moved(place, backend)
-        place.synchronize()
-        # An allocator rounds: what is claimed in the report has to be near what the device holds between requests.
-        held, told = place.device_bytes, backend.report().device_bytes
-        rounding = 512 * len(list(pipe.parameters()) + list(pipe.buffers()))
-        assert held <= told + activations + rounding, f"the device holds {held} bytes, the report tells of {told}"
+    def test_clause_06_the_device_holds_between_requests_what_the_report_tells(self, sim: Place) -> None:
+        """Seen from the device, which cannot be told stories."""
+        pipe = models.lone(*[lambda: nn.Linear(256, 256)] * 3)
+        sim.settle(collect=True)
+        before = sim.device_bytes
+        backend = self.start(sim, pipe)
+        pipe(numbers(sim, 2, 256))
+        self.assert_moved(sim, backend)
+        sim.settle(collect=True)
+        held, told = sim.device_bytes - before, backend.report().device_bytes
+        # The device's allocator rounds each piece up to 512 bytes.
+        rounding = 512 * len(distinct(pipe))
+        assert told <= held <= told + rounding, f"the device holds {held} bytes, the report tells of {told}"
 
     @pytest.mark.parametrize("limit", [{"pin_limit": 4096}, {"pin_total": 0}, {"pin_total": LITTLE}], ids=str)
     def test_clause_06_a_pin_that_fails_is_one_warning_or_an_error_and_costs_no_bit(
@@ -107,8 +102,7 @@ class ResourceClauses(Conformance):
                 warnings.simplefilter("always")
                 try:
                     backend = self.start(cpu, pipe)
-                except OffloadError as error:  # configured so
-                    assert "pin" in str(error) or "lock" in str(error)
+                except PinError:  # configured so
                     assert before == [parameter.data_ptr() for parameter in pipe.parameters()]
                     return
                 outputs = [request(cpu, pipe, seed=seed) for seed in range(2)]
@@ -159,8 +153,8 @@ class ResourceClauses(Conformance):
 
     def test_clause_09_two_backends_share_nothing(self, one: Place) -> None:
         """They compute in turns and inside each other; what one frees or ends is no business of the other's."""
-        pipes = [models.pipeline(seed=seed) for seed in range(2)]
-        references = [one.resident(models.pipeline(seed=seed)) for seed in range(2)]
+        pipes = [models.small(seed=seed) for seed in range(2)]
+        references = [one.resident(models.small(seed=seed)) for seed in range(2)]
         first, second = (self.start(one, pipe) for pipe in pipes)
         for pair in (pipes, references):
             inner = pair[1]
@@ -185,27 +179,24 @@ class ResourceClauses(Conformance):
     # --- 10: clean end ------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("end", ["disable", "shutdown"])
-    def test_clause_10_device_and_pinned_bytes_end_at_zero(self, place: Place, end: str) -> None:
+    def test_clause_10_device_and_pinned_bytes_end_at_zero(self, one: Place, end: str) -> None:
         """And can be asked for again. After `shutdown` the weights are still readable."""
         threads = threading.active_count()
-        gc.collect()
-        place.synchronize()
-        before = place.device_bytes, place.pinned_bytes
-        pipe = models.pipeline()
-        backend = self.start(place, pipe)
-        for seed in range(2):
-            request(place, pipe, seed=seed)
-        self.assert_moved(place, backend)
-        reference = models.pipeline()
+        one.settle(collect=True)
+        before = one.device_bytes, one.pinned_bytes
+        pipe = models.small()
+        backend = self.start(one, pipe)
+        request(one, pipe)
+        self.assert_moved(one, backend)
+        reference = models.small()
         for _ in range(2):
             getattr(backend, end)()
-        gc.collect()
-        place.synchronize()
+        one.settle(collect=True)
         report = backend.report()
         told = report.device_bytes, report.pinned_bytes
         assert told == (0, 0), f"after {end}() the report tells of {told[0]} device and {told[1]} pinned bytes"
-        seen = place.device_bytes - before[0], place.pinned_bytes - before[1]
-        assert seen == (0, 0), f"after {end}() {seen[0]} device and {seen[1]} pinned bytes are left"
+        seen = one.device_bytes - before[0]
+        assert seen == 0, f"after {end}() {seen} bytes are left on the device"
         assert threading.active_count() <= threads, "a thread was left behind"
         for name, parameter in reference.named_parameters():
             assert_same(parameter, pipe.get_parameter(name), f"{name} after {end}()")
@@ -213,10 +204,14 @@ class ResourceClauses(Conformance):
             assert backend.state is BackendState.SHUT_DOWN
             with pytest.raises(OffloadError, match="shut down"):
                 backend.enable(pipe)
+            # Nothing was copied, so page-locked memory goes when the weights in it go.
+            del pipe, parameter
+            one.settle(collect=True)
+        assert one.pinned_bytes == before[1], f"{one.pinned_bytes - before[1]} pinned bytes are left"
 
     def test_clause_10_it_can_be_enabled_and_disabled_again_and_again(self, one: Place) -> None:
         """Without growing, and the same bits each time."""
-        pipe, reference = models.pipeline(), one.resident(models.pipeline())
+        pipe, reference = models.small(), one.resident(models.small())
         backend = self.make_backend(self.config_for(pipe), one.device)
         one.backends.append(backend)
         for seed in range(3):
@@ -261,6 +256,7 @@ assert backend.report().moved_bytes > 0, "nothing was moved"
     def test_clause_12_nothing_global_is_patched(self, one: Place) -> None:
         """Neither torch's classes nor its global hooks, while it works and afterwards."""
         pipe, reference = models.pipeline(), one.resident(models.pipeline())
+        importlib.import_module("torch._dynamo")  # replaces functions of torch's when it is imported
         before = _world()
         backend = self.start(one, pipe)
         assert_same(request(one, reference), request(one, pipe), "a request")
@@ -269,20 +265,20 @@ assert backend.report().moved_bytes > 0, "nothing was moved"
         self.end(one, backend)
         _assert_world(before, "after disable()")
 
-    def test_clause_12_making_a_backend_touches_no_device(self, place: Place) -> None:
+    def test_clause_12_making_a_backend_touches_no_device(self, one: Place) -> None:
         """A configuration can be checked on a machine whose device is somebody else's."""
         pipe = models.pipeline()
-        opened = place.opened
-        backend = self.make_backend(self.config_for(pipe), place.device)
+        opened = one.opened
+        backend = self.make_backend(self.config_for(pipe), one.device)
         report = backend.report()
-        assert place.opened == opened, "the device was opened before enable()"
+        assert one.opened == opened, "the device was opened before enable()"
         assert (report.device_bytes, report.pinned_bytes, report.moved_bytes, report.fetches) == (0, 0, 0, 0)
         assert not backend.is_enabled()
         backend.disable()  # nothing to do
-        place.backends.append(backend)
+        one.backends.append(backend)
         backend.enable(pipe)
-        request(place, pipe)
-        self.assert_moved(place, backend)
+        request(one, pipe)
+        self.assert_moved(one, backend)
 
     def test_clause_12_listing_and_checking_load_no_torch(self) -> None:
         """What users do before anything heavy is needed."""
@@ -301,6 +297,8 @@ assert "torch" not in sys.modules, "torch was loaded"
     def _needs_an_installed_strategy(self) -> None:
         if type(self).make_backend is not Conformance.make_backend:
             pytest.skip("the suite makes its backend itself, which another process cannot")
+        if not self.thorough:
+            pytest.skip("another suite asks this of the strategy")
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -310,8 +308,15 @@ def _plain(config: Any) -> dict[str, Any]:
         for field in attrs.fields(type(config))
         if getattr(config, field.name) != field.default or field.name == "strategy"
     }
-    plain: dict[str, Any] = json.loads(json.dumps(changed, default=lambda value: list(value)))
+    changed.pop("dlo_transfers", None)  # derived
+    plain: dict[str, Any] = json.loads(
+        json.dumps(changed, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
+    )
     return {key: value for key, value in plain.items() if value not in (None, {})}
+
+
+def _as_json(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:

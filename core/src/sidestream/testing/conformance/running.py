@@ -34,10 +34,12 @@ def run_test(suite: type[Conformance], name: str) -> Iterator[Outcome]:
         if mark.name == "parametrize":
             axes.append([_bound(mark.args[0], values) for values in mark.args[1]])
     fixture = next((fixture for fixture in FIXTURES if fixture in names), None)
-    for world in FIXTURES[fixture]() if fixture else (None,):
+    for world in suite.worlds_of(fixture) if fixture else (None,):
         for choice in itertools.product(*axes):
             arguments = {key: value for part in choice for key, value in part.items()}
-            case = ", ".join([*([world] if world else []), *map(str, arguments.values())])
+            case = ", ".join(
+                [*([world] if world else []), *(getattr(value, "__name__", str(value)) for value in arguments.values())]
+            )
             try:
                 if fixture is None or world is None:
                     getattr(suite(), name)(**arguments)

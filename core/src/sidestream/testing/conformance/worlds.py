@@ -11,12 +11,14 @@ A *world* is named; a *place* is one that is open: its device, and what it saw b
 
 from __future__ import annotations
 
+import gc
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -90,8 +92,11 @@ class Place(ABC):
         """Return whether a host tensor lies in memory that was page-locked here."""
         return False
 
-    def synchronize(self) -> None:
-        """Wait until all that was queued is done."""
+    def settle(self, *, collect: bool = False) -> None:
+        """Wait until all that was queued is done; with `collect`, until what nobody refers to any more is gone."""
+
+    def needs(self, what: str) -> None:
+        """Skip the test if this device, with nothing offloaded, cannot do what it is about."""
 
     def check(self) -> None:
         """Raise if anything was done out of order."""
@@ -229,11 +234,46 @@ class SimPlace(Place):
     def opened(self) -> int:
         return int(self.sim.live_bytes > 0) + int(self.sim.copied_bytes > 0)
 
-    def synchronize(self) -> None:
+    def settle(self, *, collect: bool = False) -> None:
+        if collect:
+            gc.collect()
         self.sim.synchronize()
+
+    def needs(self, what: str) -> None:
+        try:
+            able = _PROBES[what](self)
+        except (NotImplementedError, RuntimeError):
+            able = False
+        if not able:
+            pytest.skip(f"the simulated device itself has no {what}")
 
     def check(self) -> None:
         self.sim.check()
+
+
+def _takes_data(place: Place) -> bool:
+    weight = nn.Parameter(place.to(torch.zeros(2)), requires_grad=False)
+    weight.data = place.to(torch.ones(2, dtype=torch.float64))
+    return bool((weight.cpu() == 1).all()) and weight.cpu().dtype == torch.float64
+
+
+def _is_recurrent(place: Place) -> bool:
+    return bool(place.resident(nn.LSTM(2, 2))(place.to(torch.ones(1, 1, 2)))[0].cpu().isfinite().all())
+
+
+def _views_in_inference_mode(place: Place) -> bool:
+    weight = nn.Parameter(place.to(torch.ones(2, 2)), requires_grad=False)
+    with torch.inference_mode():
+        first, second = weight
+        return bool((first + second).cpu().isfinite().all())
+
+
+#: Things that a simulated device may lack, and how it is found out.
+_PROBES: dict[str, Callable[[Place], bool]] = {
+    "assignment to .data": _takes_data,
+    "recurrent kernels": _is_recurrent,
+    "views in inference mode": _views_in_inference_mode,
+}
 
 
 def _open_cpu(name: str, limits: dict[str, Any]) -> Iterator[Place]:
@@ -284,6 +324,10 @@ FIXTURES: dict[str, Callable[[], tuple[str, ...]]] = {
     "cpu": lambda: CPU_WORLDS,
     # One of each kind of memory: for what depends on no order.
     "one": lambda: ("cpu-eager", "cpu-separate", *sim_worlds()[:1]),
+    # For what depends on neither order nor device.
+    "host": lambda: ("cpu-eager", "cpu-separate"),
+    # Where the device itself is measured.
+    "sim": lambda: sim_worlds()[:1],
     # For what costs seconds.
     "once": lambda: ("cpu-eager",),
 }

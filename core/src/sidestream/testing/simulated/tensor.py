@@ -89,7 +89,7 @@ class SimTensor(torch.Tensor):
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SimTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
