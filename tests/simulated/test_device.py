@@ -239,3 +239,27 @@ def test_torch_knows_of_the_device_only_while_one_is_open() -> None:
             assert resolve_device(None).type == sim.device.type
     if not real:
         assert resolve_device(None) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules_compute_the_bits_of_the_cpu(kind: Any, mode: Any) -> None:
+    """Taken apart by device they would need kernels of their own."""
+    torch.manual_seed(0)
+    model, x = kind(8, 8, num_layers=2), torch.randn(3, 2, 8)
+    with mode(), SimulatedAccelerator() as sim:
+        expected = model(x)[0]
+        assert torch.equal(expected, model.to(sim.device)(x.to(sim.device))[0].cpu())
+
+
+def test_a_weight_can_be_given_other_data_cast_and_viewed_in_inference_mode(sim: SimulatedAccelerator) -> None:
+    """As modules do to themselves: `double()`, `to(memory_format=...)`, and unpacking a table."""
+    model = nn.Conv2d(2, 3, 3).requires_grad_(False).to(sim.device)
+    before = model.weight.cpu().clone()
+    model.to(memory_format=torch.channels_last).double()  # type: ignore[call-overload]
+    assert model.weight.dtype is torch.float64
+    assert model.weight.stride() == (18, 1, 6, 2)
+    assert torch.equal(before.double(), model.weight.cpu())
+    with torch.inference_mode():
+        first, _, third = model.bias
+        assert (first + third).cpu().isfinite()

@@ -29,13 +29,17 @@ if TYPE_CHECKING:
 DEVICE_TYPE = "simdev"
 
 _aten = torch.ops.aten
+#: What `tensor.data = other` arrives as.
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 #: Composite operations that are kept whole, for the CPU has a kernel of its own for them.
-_WHOLE = {"aten::scaled_dot_product_attention", "aten::group_norm"}
+_WHOLE = {"aten::scaled_dot_product_attention", "aten::group_norm", "aten::lstm", "aten::gru"}
 #: The functions that would take them apart by device before they get here.
 _WHOLE_FUNCTIONS = {
     torch.nn.functional.scaled_dot_product_attention: _aten.scaled_dot_product_attention.default,
     torch.nn.functional.group_norm: _aten.group_norm.default,
+    torch._VF.lstm: _aten.lstm.input,
+    torch._VF.gru: _aten.gru.input,
 }
 #: Operations whose result the host needs at once.
 _SYNCHRONOUS = {
@@ -77,6 +81,8 @@ class SimTensor(torch.Tensor):
         # With gradients off nothing is lost by keeping them whole.
         if func in _WHOLE_FUNCTIONS and not torch.is_grad_enabled():
             return dispatch(_WHOLE_FUNCTIONS[func], args, kwargs or {})
+        if func == _SET_DATA and all(isinstance(arg, SimTensor) for arg in args[:2]):
+            args[0].elem, args[0].block = args[1].elem, args[1].block
         if func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
         # Without this, what comes back from the device would be called a tensor of the device.
@@ -149,7 +155,9 @@ class _Dispatcher:
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SimTensor))
         with torch.inference_mode(False), torch.no_grad():
             made = func(*_elems(args), **_elems(kwargs))
-        return pytree.tree_map_only(torch.Tensor, lambda elem: SimTensor(elem, source.block), made)
+        # A view is an inference tensor if what it views is one, whatever the mode is now.
+        with torch.inference_mode(source.is_inference()):
+            return pytree.tree_map_only(torch.Tensor, lambda elem: SimTensor(elem, source.block), made)
 
     def factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from nothing: `empty`, `zeros`, `arange`."""
