@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from sidestream import ConfigError, OffloadWarning, PinError, UnsupportedModelError
 from sidestream.streaming.pool import align
 from sidestream.testing import toys
+from sidestream_model_cpu.schedule import enough_gib
 
 ALL = {"dit", "text_encoder", "vae"}
 
@@ -71,7 +73,15 @@ def test_a_budget_that_the_largest_component_exceeds_is_refused_at_once(start: A
     with pytest.raises(UnsupportedModelError, match=rf"transformer.*needs {needed} bytes.*at least") as caught:
         start(pipe, components=ALL, pin=False, device_budget_gib=(needed - 1) / 2**30)
     assert "device_budget_gib" in str(caught.value)
-    start(pipe, components=ALL, pin=False, device_budget_gib=(needed + 1) / 2**30)
+    advised = re.search(r"at least (\d+\.\d+)", str(caught.value))
+    assert advised is not None
+    start(pipe, components=ALL, pin=False, device_budget_gib=float(advised[1]))
+
+
+@pytest.mark.parametrize("nbytes", [1, 1073, 1074, 24064, 28_561_962_000, 2**34 + 1])
+def test_the_advised_budget_is_never_too_small_by_rounding(nbytes: int) -> None:
+    """Who does what the error says must not meet it again."""
+    assert nbytes <= int(float(enough_gib(nbytes)) * 2**30) <= nbytes + 1100
 
 
 def test_a_component_that_grows_past_the_budget_says_so_at_its_next_call(start: Any) -> None:

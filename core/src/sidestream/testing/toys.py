@@ -124,10 +124,13 @@ class Pipeline(nn.Module):
 
     def forward(self, prompt: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Map `(batch, length)` word numbers to pictures `(batch, width)`."""
-        device = next(self.transformer.parameters()).device
+        return self.draw(prompt.to(next(self.transformer.parameters()).device), seed=seed)
+
+    def draw(self, prompt: torch.Tensor, *, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Map word numbers to pictures of `dtype` (None: the default), on the device of the words."""
         generator = torch.Generator().manual_seed(seed)
-        context = self.text_encoder(prompt.to(device))
-        latents = torch.randn(len(prompt), self.width, generator=generator).to(device)
+        context = self.text_encoder(prompt)
+        latents = torch.randn(len(prompt), self.width, generator=generator, dtype=dtype).to(prompt.device)
         for step in range(self.steps):
             late = self.transformer_2 is not None and step >= self.steps // 2
             model = self.transformer_2 if late and self.transformer_2 is not None else self.transformer

@@ -40,7 +40,7 @@ from sidestream.streaming.placement import Resident, answer_device, answer_no_mo
 from sidestream.streaming.runtime import DeviceRuntime, open_runtime, resolve_device
 from sidestream_model_cpu.options import ModelLevelOptions, PinFailure
 from sidestream_model_cpu.prefetch import Prefetcher, Unit
-from sidestream_model_cpu.schedule import Schedule
+from sidestream_model_cpu.schedule import Schedule, enough_gib
 
 logger = logging.getLogger("sidestream")
 
@@ -237,11 +237,10 @@ class ModelLevelBackend(OffloadBackend):
         sizes = {component.name: Image(packed[component.name][0]).nbytes for component in own}
         largest = max(sizes, key=lambda name: sizes[name], default=None)
         if largest is not None and resident + sizes[largest] > budget:
-            needed = (resident + sizes[largest]) / 2**30
             raise UnsupportedModelError(
                 f"device_budget_gib is {self.options.device_budget_gib}, but component {largest!r} needs "
                 f"{sizes[largest]} bytes beside {resident} bytes that stay on the device: "
-                f"set it to at least {needed:.6f}, or offload more components"
+                f"set it to at least {enough_gib(resident + sizes[largest])}, or offload more components"
             )
 
     def _adopt(self, components: list[Component]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sidestream import ComponentKind, UnsupportedModelError
 
 _ENCODERS = (ComponentKind.TEXT_ENCODER, ComponentKind.IMAGE_ENCODER)
+
+
+def enough_gib(nbytes: int) -> str:
+    """Return a figure in GiB that surely holds `nbytes`: rounded up, so that who follows the advice succeeds."""
+    return f"{math.ceil(nbytes / 2**30 * 1e6) / 1e6:.6f}"
 
 
 class Order:
@@ -77,7 +83,7 @@ class Schedule:
             raise UnsupportedModelError(
                 f"component {name!r} needs {self.sizes[name]} bytes and {self.resident_bytes} bytes stay on the "
                 f"device, but the device budget is {self.budget} bytes: raise device_budget_gib to at least "
-                f"{(self.resident_bytes + self.sizes[name]) / 2**30:.3f}"
+                f"{enough_gib(self.resident_bytes + self.sizes[name])}"
             )
         return self._make_room({name}, present, others)
 

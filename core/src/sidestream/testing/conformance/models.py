@@ -23,15 +23,7 @@ class Pipeline(toys.Pipeline):
 
     def forward(self, prompt: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         """Map `(batch, length)` word numbers to pictures `(batch, width)`, on the device of the words."""
-        generator = torch.Generator().manual_seed(seed)
-        context = self.text_encoder(prompt)
-        latents = torch.randn(len(prompt), self.width, generator=generator, dtype=self.dtype).to(prompt.device)
-        for step in range(self.steps):
-            late = self.transformer_2 is not None and step >= self.steps // 2
-            model = self.transformer_2 if late and self.transformer_2 is not None else self.transformer
-            latents = latents - model(latents, context, step) / (self.steps + step)
-        out: torch.Tensor = self.vae.decode(latents)
-        return out
+        return self.draw(prompt, seed=seed, dtype=self.dtype)
 
 
 class Wanderer(toys.Denoiser):
